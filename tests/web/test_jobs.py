@@ -111,7 +111,7 @@ def test_a_stop_is_one_signal_however_often_it_is_asked_for(folder, jobs):
     wait_for(lambda: lines(folder, "signals"))
     with open_jobs(folder) as restarted:
         restarted.stop(job)
-        assert restarted.state(job) == "running"
+        assert restarted.state(job) == "stopping"
     end(jobs, job)
     assert lines(folder, "signals") == [f"x-{job.id}"]
 

@@ -122,7 +122,7 @@ def test_hostile_names_and_what_fails_with_them_are_text(look, tmp_path):
     page.get_by_text("The run has failed.").wait_for(timeout=PATIENT_MS)
     page.locator("#output", has_text="<img").wait_for()
     page.get_by_role("link", name="Runs").first.click()
-    page.locator("#jobs", has_text="<img").wait_for()
+    page.locator("#failed", has_text="<img").wait_for()
     assert page.title() != "owned"
     assert page.locator("main img, main script").count() == 0
 

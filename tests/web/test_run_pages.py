@@ -77,7 +77,7 @@ def test_a_run_is_seen_as_it_trains(look, root):
         page.locator("#samples").get_by_text("at 6").wait_for()
         page.locator("#sample-place").fill("0")
         page.locator("#samples").get_by_text("at 5").wait_for()
-    page.get_by_text("The run has stopped.").wait_for()
+    page.get_by_text("The run has failed.").wait_for()  # it has no checkpoint
 
 
 def test_the_recipe_says_where_each_value_comes_from(look, root):

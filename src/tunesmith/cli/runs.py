@@ -97,6 +97,13 @@ def show(words: Sequence[str]) -> None:
         for name, value in zip(_COLUMNS[1:], _cells(run)[1:], strict=True):
             if value:
                 output.say(f"{name:<12} {value}")
+        for name, value in (
+            ("name", run.labels.title),
+            ("tags", ", ".join(run.labels.tags)),
+            ("note", run.labels.note),
+        ):
+            if value:
+                output.say(f"{name:<12} {_shown(value)}")
         _say_recipe(recipe, changed, output)
         _say_metrics(metrics, output)
         _say_findings(findings, output)

@@ -44,6 +44,37 @@ class LoraSection(Section):
     """Seed of the initial adapter weights."""
 
 
+TINY_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gemma",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "phi",
+    "gpt_neox",
+    "stablelm",
+    "mixtral",
+    "olmoe",
+    "qwen3_moe",
+    "gpt_oss",
+    "starcoder2",
+    "olmo3",
+    "seed_oss",
+    "ministral",
+    "glm4",
+    "cohere",
+    "exaone4",
+    "gpt2",
+)
+"""Families of which there are tiny random models, `tiny:<family>`."""
+
+
 class ModelSection(Section):
     """The model to start from, and how it is held in memory."""
 

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tunesmith.config.sections import TINY_FAMILIES
 from tunesmith.core.errors import ModelError
 from tunesmith.models.loaded import LoadedModel, cast_parameters, disable_dropout
 
@@ -70,9 +71,6 @@ _CONFIGS: dict[str, dict[str, object]] = {
 }
 """Fields of the tiny config of a family, besides the sizes that all have."""
 
-ALL_FAMILIES = (*_CONFIGS, "gpt2")
-"""All that `tiny_model` makes."""
-
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -102,7 +100,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def tiny_model(family: str, seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: object) -> LoadedModel:
-    """A random model of `family` (see `ALL_FAMILIES`) with 2 layers of width 32, and the byte tokenizer.
+    """A random model of `family` (see `TINY_FAMILIES`) with 2 layers of width 32, and the byte tokenizer.
 
     `overrides` go into the family's config. The same seed gives the same weights; the global generator is left alone.
     Raises ModelError for an unknown family.
@@ -139,7 +137,7 @@ def _tiny_config(family: str, overrides: dict[str, object]) -> PretrainedConfig:
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
         return GPT2Config(**{**shared, **sizes, **overrides})  # type: ignore[arg-type]
     if family not in _CONFIGS:
-        raise ModelError(f"there is no tiny model of family {family!r}; families are {', '.join(ALL_FAMILIES)}")
+        raise ModelError(f"there is no tiny model of family {family!r}; families are {', '.join(TINY_FAMILIES)}")
     modern: dict[str, object] = {
         "hidden_size": 32,
         "intermediate_size": 64,

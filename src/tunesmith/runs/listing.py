@@ -19,6 +19,7 @@ from tunesmith.config.yaml_text import is_mapping
 from tunesmith.config.yaml_text import parse as parse_yaml
 from tunesmith.config.yaml_text import read as read_yaml
 from tunesmith.core.errors import ConfigError, RunError
+from tunesmith.runs.labels import Labels, read_labels
 from tunesmith.runs.lock import RunLock, holder_of, is_locked
 from tunesmith.runs.manifest import list_steps
 
@@ -32,6 +33,7 @@ _MAX_DEPTH = 3
 _STAMP = re.compile(r"(\d{8}-\d{6})-")
 # Folders inside of a run that hold no other runs.
 _PARTS = frozenset({"checkpoints", "final", "refused", "tensorboard", "profile"})
+_REMOVED = ".removed-"
 _MAX_JSON_BYTES = 10_000_000
 
 Row = Mapping[str, object]
@@ -56,6 +58,7 @@ class RunFacts:
     minutes: float | None
     num_bytes: int
     started: datetime | None
+    labels: Labels
 
 
 def is_run(folder: Path) -> bool:
@@ -75,6 +78,8 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
     except OSError:
         return
     for child in children:
+        if child.name.startswith(_REMOVED):
+            continue
         if child.name in _PARTS and is_run(folder):
             continue
         if (child / "recipe.yaml").is_file():
@@ -133,7 +138,7 @@ def read_run(path: Path, root: Path | None = None) -> RunFacts:
         name=path.name if root is None or path == root else str(path.relative_to(root)),
         algorithm="demo" if "demo" in recipe else str(recipe.get("algorithm", "?")),
         model=str(model.get("name", "")) if is_mapping(model := recipe.get("model")) else "",
-        status=_status(path, recipe),
+        status=run_status(path, recipe),
         num_steps=int(number(rows[-1].get("step")) or 0) if rows else 0,
         total_steps=_total_steps(recipe, result),
         figure_name=figure_name,
@@ -141,6 +146,7 @@ def read_run(path: Path, root: Path | None = None) -> RunFacts:
         minutes=minutes if minutes is not None else spent_s / 60 if rows else None,
         num_bytes=folder_bytes(path),
         started=_started(path),
+        labels=read_labels(path),
     )
 
 
@@ -217,7 +223,8 @@ def folder_bytes(folder: Path) -> int:
     return num_bytes
 
 
-def _status(path: Path, recipe: Row) -> RunStatus:
+def run_status(path: Path, recipe: Row) -> RunStatus:
+    """The state of the run in `path` with this recipe."""
     if any(is_locked(run) for run in find_runs(path)):
         return "running"
     if (path / "result.json").is_file():
@@ -295,6 +302,9 @@ def plan_removal(runs: Sequence[Path], root: Path, *, checkpoints_only: bool) ->
 def remove(removal: Removal) -> None:
     """Delete the folders of `removal`, holding the lock of every affected run.
 
+    A folder gets a hidden name first, so that a run is there whole or not at all, also if this is killed; what an
+    earlier removal left is deleted too.
+
     Raises:
         RunError: if a run came into use, or was begun in one of the folders, since, or a file cannot be removed.
     """
@@ -305,12 +315,16 @@ def remove(removal: Removal) -> None:
         if new:
             raise RunError(f"{min(new)} was begun meanwhile; nothing was removed")
         for folder in removal.folders:
+            for rest in folder.parent.glob(f"{_REMOVED}*"):
+                shutil.rmtree(rest, ignore_errors=True)
+            aside = folder.with_name(f"{_REMOVED}{folder.name[:100]}-{os.getpid()}")
             try:
-                shutil.rmtree(folder)
+                folder.rename(aside)
+                shutil.rmtree(aside)
             except OSError as error:
+                where = f"; the rest of {folder} is in {aside}" if aside.exists() else ""
                 raise RunError(
-                    f"{error.filename or folder} cannot be removed ({error.strerror or error}); some files of {folder} "
-                    "may be gone already"
+                    f"{error.filename or folder} cannot be removed ({error.strerror or error}){where}"
                 ) from error
 
 

@@ -88,6 +88,8 @@ class RunTail:
 
     def work(self) -> bool:
         """Copy what is new; True if there is more. An error is logged once, and the copy retried."""
+        if not self._run.is_dir():
+            return False  # it was deleted while somebody looked at it
         try:
             if time.monotonic() - self._beat_at > _HEARTBEAT_S:
                 self.beat()

@@ -4,16 +4,21 @@ folder of the runs, and what the admin who started the server allowed.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tunesmith.config.keys import did_you_mean
 from tunesmith.config.merge import Problem
 from tunesmith.config.schema import Recipe
+from tunesmith.config.sections import TINY_FAMILIES
 from tunesmith.config.yaml_text import is_list, is_mapping
 from tunesmith.core.errors import DataError
 from tunesmith.data.prompts import ARITHMETIC, FILMS
 from tunesmith.data.sources import data_path, is_data_source
 from tunesmith.rewards.builtin import BUILTINS
+
+MODEL_NAMES = ("smollm2", "scratch", *(f"tiny:{family}" for family in TINY_FAMILIES))
+"""Models that are built in."""
 
 MODELS = ("model.name", "distill.teachers.*.model")
 DATA = tuple(
@@ -29,8 +34,6 @@ FIXED: Mapping[str, object] = {
     "scale.address": None,
 }
 """Keys that a page may not set: they run code, write files, or connect to other machines."""
-
-_BUILT_IN_MODEL = re.compile(r"smollm2|scratch|tiny:\w+")
 
 
 class Allowed:
@@ -55,7 +58,8 @@ class Allowed:
         if pattern in FIXED and value != FIXED[pattern]:
             return Problem(key, f"{value!r} given; only a run that is started from a terminal may set this")
         if pattern in (*MODELS, *DATA, *REWARDS) and not self._may_name(pattern, str(value)):
-            return not_allowed(key, value)
+            names = MODEL_NAMES if pattern in MODELS else BUILTINS if pattern in REWARDS else (FILMS, ARITHMETIC)
+            return not_allowed(key, value, (*names, *self.words))
         return None
 
     def has_model(self, name: str) -> bool:
@@ -68,7 +72,7 @@ class Allowed:
         if "*" in name:
             return False
         if pattern in MODELS:
-            return bool(_BUILT_IN_MODEL.fullmatch(name)) or self._has(name)
+            return name in MODEL_NAMES or self._has(name)
         if pattern in REWARDS:
             # With a colon or `.py` it names a Python function, wherever that is.
             return name in BUILTINS or (":" not in name and not name.endswith(".py") and self._has(name))
@@ -88,9 +92,10 @@ class Allowed:
         return not path.is_relative_to(self._private) and any(path.is_relative_to(place) for place in self._places)
 
 
-def not_allowed(key: str, value: object) -> Problem:
-    """The problem of a value that a page may not name."""
-    return Problem(key, f"{value!r} is not allowed here; start `tunesmith studio` with --allow to permit it")
+def not_allowed(key: str, value: object, names: Iterable[str] = MODEL_NAMES) -> Problem:
+    """The problem of a value that a page may not name, though it may name `names`."""
+    hint = did_you_mean(str(value), names) or "; start `tunesmith studio` with --allow to permit it"
+    return Problem(key, f"{value!r} is neither built in nor allowed here{hint}")
 
 
 def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:

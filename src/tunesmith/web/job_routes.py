@@ -6,6 +6,7 @@ import re
 import shlex
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from typing import Annotated, Any
 
@@ -24,13 +25,23 @@ from tunesmith.config.yaml_text import is_mapping, parse
 from tunesmith.core.errors import ConfigError
 from tunesmith.rewards.builtin import BUILTINS
 from tunesmith.runs.folder import finite
+from tunesmith.runs.labels import (
+    MAX_NOTE,
+    MAX_TAG,
+    MAX_TAGS,
+    MAX_TITLE,
+    Labels,
+    clean_tags,
+    read_labels,
+    write_labels,
+)
 from tunesmith.web.access import API, Rule
 from tunesmith.web.jobs import Job, Jobs
 from tunesmith.web.messages import Request
 from tunesmith.web.run_index import id_of
 from tunesmith.web.services import Caller, ServicesOf, page
 from tunesmith.web.studio import OpenRun, Studio
-from tunesmith.web.wanted import ALGORITHMS, STARTED, Wanted, check, command, wanted_like
+from tunesmith.web.wanted import ALGORITHMS, STARTED, Wanted, check, command, presets, wanted_like
 
 RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/runs/new", "admin", is_page=True),
@@ -38,10 +49,12 @@ RULES: tuple[Rule, ...] = (
     Rule(("POST",), f"{API}/recipes/check", "admin"),
     Rule(("POST",), f"{API}/recipes/estimate", "admin"),
     Rule(("GET", "POST"), f"{API}/jobs", "admin"),
-    Rule(("GET",), f"{API}/jobs/{{job}}", "admin"),
+    Rule(("GET", "DELETE"), f"{API}/jobs/{{job}}", "admin"),
     Rule(("POST",), f"{API}/jobs/{{job}}/stop", "admin"),
     Rule(("GET",), f"{API}/runs/{{run}}/settings", "admin"),
     Rule(("POST",), f"{API}/runs/{{run}}/resume", "admin"),
+    Rule(("PUT",), f"{API}/runs/{{run}}/labels", "admin"),
+    Rule(("DELETE",), f"{API}/runs/{{run}}", "admin"),
 )
 """Rules of this module's routes, for the guard's table."""
 
@@ -78,6 +91,7 @@ AlgorithmName = Annotated[str, _one_of(ALGORITHMS), Field(json_schema_extra={"en
 StartedName = Annotated[str, _one_of(STARTED), Field(json_schema_extra={"enum": [*STARTED]})]
 Key = Annotated[str, StringConstraints(pattern=r"^[^\s=]+$", max_length=200), AfterValidator(_storable)]
 Value = Annotated[str, StringConstraints(max_length=10_000), AfterValidator(_storable)]
+Storable = Annotated[str, AfterValidator(_storable)]
 JobKey = Annotated[str, Header(alias="Idempotency-Key", min_length=1, max_length=200)]
 
 
@@ -109,6 +123,16 @@ class ResumeRequest(Request):
     steps: Annotated[int, Field(ge=1, le=2**53)] | None = None
 
 
+class LabelsRequest(Request):
+    """What people call a run; empty values take a label away."""
+
+    title: Annotated[Storable, StringConstraints(max_length=MAX_TITLE, strip_whitespace=True)] = ""
+    note: Annotated[Storable, StringConstraints(max_length=MAX_NOTE)] = ""
+    tags: Annotated[
+        tuple[Annotated[Storable, StringConstraints(max_length=MAX_TAG)], ...], Field(max_length=MAX_TAGS)
+    ] = ()
+
+
 class Reply(JSONResponse):
     """JSON of what files hold: numbers that are not finite become null, and lone surrogates are escaped."""
 
@@ -128,6 +152,7 @@ def facts_of(job: Job, jobs: Jobs, studio: Studio) -> dict[str, Any]:
         "state": state,
         "num_before": jobs.num_before(job) if state == "queued" else 0,
         "run": run if run is not None and studio.index.path(run) is not None else None,
+        "wanted": {"algorithm": job.wanted.algorithm, "recipe": job.wanted.recipe, "settings": job.wanted.settings},
         "command": shown_command(job.wanted, jobs),
         "output": jobs.output(job),
     }
@@ -184,13 +209,16 @@ def _recipes(jobs: Jobs) -> APIRouter:
 
     @routes.post("/check")
     def check_recipe(body: RunRequest) -> Reply:
-        """Problems of a recipe, as pairs of a key (or nothing) and a message, and the command of the run."""
+        """Problems of a recipe, as pairs of a key (or nothing) and a message, the command of the run, and what the keys
+        have that are not given.
+        """
         problems: list[tuple[str, str]] = []
         try:
             check(body.wanted(), jobs.allowed)
         except ConfigError as error:
             problems = [_placed(problem) for problem in error.problems]
-        return Reply({"problems": problems, "command": shown_command(body.wanted(), jobs)})
+        empty = presets(body.wanted()) if body.algorithm in ALGORITHMS else {}
+        return Reply({"problems": problems, "command": shown_command(body.wanted(), jobs), "presets": empty})
 
     # Not in the schema: it takes a process and seconds, which clients that try all routes should not ask for.
     @routes.post("/estimate", include_in_schema=False)
@@ -269,6 +297,11 @@ def _jobs(studio: Studio, jobs: Jobs) -> APIRouter:
         """State, command and output of a job."""
         return Reply(facts_of(found, jobs, studio))
 
+    @routes.delete("/{job}", status_code=204)
+    def dismiss(found: Annotated[Job, Depends(job_of)]) -> None:
+        """Leave a job out of the list that has failed, or was stopped before it began."""
+        jobs.forget(found)
+
     @routes.post("/{job}/stop", status_code=202)
     def stop(found: Annotated[Job, Depends(job_of)]) -> Reply:
         """Have a run finish its step, save and end, or never start."""
@@ -286,6 +319,19 @@ def _runs(studio: Studio, jobs: Jobs) -> APIRouter:
         """The algorithm of a run, and its keys beyond defaults and level as text: what starts it once more."""
         wanted = wanted_like(found.path)
         return Reply({"algorithm": wanted.algorithm, "settings": wanted.settings})
+
+    @routes.put("/labels")
+    def label(found: Run, body: LabelsRequest) -> Reply:
+        """Name, note and tag a run; its folder keeps its name."""
+        write_labels(found.path, Labels(body.title, body.note, clean_tags(body.tags)))
+        return Reply(asdict(read_labels(found.path)))
+
+    @routes.delete("", status_code=204)
+    def delete(run: str, found: Run) -> None:
+        """Delete a run with all that is in its folder, unless it is in use or waits for its turn."""
+        jobs.check_unused(found.path)
+        studio.delete(run)
+        jobs.forget_run(found.path)
 
     @routes.post("/resume", status_code=202)
     def resume(found: Run, body: ResumeRequest, caller: Caller, key: JobKey) -> Reply:

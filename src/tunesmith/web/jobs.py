@@ -7,6 +7,7 @@ A job is a folder. No file holds its state, which follows from what is there:
   before anything else: with an id, the job was started, and is never started again.
 - `stop`: a waiting job will not start, a running one was told to stop.
 - `output.txt`: what the process printed.
+- `run`: the name of its run's folder, once that was seen.
 
 So it does not matter at which moment a server or a run is killed. The folder of a run is found by its name, which ends
 with the id of its job.
@@ -46,12 +47,11 @@ POLL_S = 0.5
 MAX_WAITING = 100
 """Most jobs that wait."""
 
-REQUEST_FILE, STOP_FILE, OUTPUT_FILE = "request.json", "stop", "output.txt"
+REQUEST_FILE, STOP_FILE, OUTPUT_FILE, RUN_FILE = "request.json", "stop", "output.txt", "run"
 
 # The lock comes as standard input. The process that writes its id there becomes the run.
 _SHELL = ("/bin/sh", "-c", 'echo $$ >&0 && exec "$@" 3<&0 </dev/null', "sh")
 _MAX_OUTPUT = 4_000
-_SHOWN_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,7 @@ class Jobs(Closeable):
         self._over: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         self._jobs = self._read()
-        ends = {path.name.rpartition("-")[2]: path for path in self.root.iterdir()}
-        self._paths: dict[str, Path | None] = {id: ends[id] for id in self._jobs if id in ends}
+        self._paths: dict[str, Path | None] = {}
         self._asked, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="jobs", daemon=True)
         self._thread.start()
@@ -145,15 +144,14 @@ class Jobs(Closeable):
 
     def shown(self) -> list[Job]:
         """The jobs that are not seen in a list of runs, the newest first: those that wait, that have no folder yet, and
-        those that failed without one in the last hour.
+        those that failed without one, until they are forgotten.
         """
         with self._lock:
             return [job for job in self._newest() if self._is_shown(job)]
 
     def _is_shown(self, job: Job) -> bool:
         if self._is_over(job):
-            is_recent = time.time() - job.created < _SHOWN_S
-            return is_recent and self.path(job) is None and (not self._has_stop(job) or bool(self.output(job)))
+            return self.path(job) is None and (not self._has_stop(job) or bool(self.output(job)))
         return not self._pid(job) or self.path(job) is None
 
     def _newest(self) -> list[Job]:
@@ -165,16 +163,52 @@ class Jobs(Closeable):
             if job.id not in self._paths:
                 is_over = self._is_over(job)  # before the search: no folder comes after this
                 resumed = self.root / job.wanted.resume if job.wanted.resume else None
-                found = resumed or next(self.root.glob(f"*-{job.id}"), None)
+                found = resumed or self._known_path(job) or next(self.root.glob(f"*-{job.id}"), None)
                 if found is None and not is_over:
                     return None
+                if found is not None and not resumed:
+                    self._note_path(job, found)
                 self._paths[job.id] = found
             return self._paths[job.id]
 
+    def _known_path(self, job: Job) -> Path | None:
+        """The folder that was found earlier: it may have been deleted since, which is no failure."""
+        with contextlib.suppress(OSError):
+            return self.root / (self._folder / job.id / RUN_FILE).read_text(encoding="utf-8", errors="surrogateescape")
+        return None
+
+    def _note_path(self, job: Job, path: Path) -> None:
+        with contextlib.suppress(OSError):  # it is found again
+            text = os.fsencode(path.relative_to(self.root))
+            (self._folder / job.id / RUN_FILE).write_bytes(text)
+
+    def check_unused(self, run: Path) -> None:
+        """Raise RunError if a job works in the folder `run`, or waits to."""
+        with self._lock:
+            if any(self.path(job) == run for job in self._jobs.values() if not self._is_over(job)):
+                raise RunError(f"{run.name} is in use, or waits for its turn; stop it first")
+
+    def forget_run(self, run: Path) -> None:
+        """Forget the jobs of a run that was deleted."""
+        with self._lock:
+            for job in [job for job in self._jobs.values() if self.path(job) == run]:
+                self.forget(job)
+
+    def forget(self, job: Job) -> None:
+        """Remove the request and the output of a job for which nothing works any more. Raises RunError otherwise."""
+        with self._lock:
+            if not self._is_over(job):
+                raise RunError("this run is in use, or waits for its turn; stop it first")
+            shutil.rmtree(self._folder / job.id, ignore_errors=True)
+            self._jobs.pop(job.id, None)
+            self._paths.pop(job.id, None)
+
     def state(self, job: Job) -> str:
-        """`queued`, `starting`, `running`, `cancelled`, or how the run ended: `finished`, `stopped`, `failed`."""
+        """`queued`, `starting`, `running`, `stopping`, `cancelled`, or its end: `finished`, `stopped`, `failed`."""
         with self._lock:
             path, pid, is_alive = self.path(job), self._pid(job), self._is_alive(job)
+        if is_alive and self._has_stop(job):
+            return "stopping"
         if is_alive:
             return "running" if path is not None and is_locked(path) else "starting"
         if pid and path is not None:

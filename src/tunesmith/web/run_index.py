@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tunesmith.runs.labels import LABELS_FILE
 from tunesmith.runs.listing import RunFacts, find_runs, read_run
 from tunesmith.store.database import Closeable
 
@@ -18,7 +19,7 @@ MIN_PAUSE_S = 2.0
 _PAUSE_FACTOR = 10
 _FIRST_WAIT_S = 0.5
 _ENOUGH = 50
-_CHANGING = ("recipe.yaml", "metrics.jsonl", "result.json", "checkpoints", "lock.json")
+_CHANGING = ("recipe.yaml", "metrics.jsonl", "result.json", "checkpoints", "lock.json", LABELS_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,18 @@ class RunIndex(Closeable):
         known = self._known.get(id)
         return None if known is None else known.facts.path
 
+    def forget(self, id: str) -> None:
+        """Leave a run out that was deleted."""
+        self._known.pop(id, None)
+
     def facts(self) -> list[RunFacts]:
         """The runs that have been read, the newest first."""
         self._look()
         return sorted((one.facts for one in self._known.copy().values()), key=_started, reverse=True)
 
     def page(self, text: str, algorithm: str, state: str, limit: int) -> dict[str, Any]:
-        """The newest runs with all words of `text` in their name or model: `rows`, `num_matching`, the `algorithms`
-        there are, and how many runs are read of those `num_found`.
+        """The newest runs with all words of `text` in their names, labels or model: `rows`, `num_matching`, the
+        `algorithms` there are, and how many runs are read of those `num_found`.
         """
         self._look()
         known = dict(self._known)
@@ -70,7 +75,7 @@ class RunIndex(Closeable):
             for id, one in known.items()
             if (not algorithm or one.facts.algorithm == algorithm)
             and (not state or one.facts.status == state)
-            and all(word in f"{one.facts.name} {one.facts.model}".lower() for word in words)
+            and all(word in _words(one.facts) for word in words)
         ]
         shown = [id for _, id in sorted(matching, reverse=True)[:limit]]
         return {
@@ -124,6 +129,12 @@ class RunIndex(Closeable):
         return facts
 
 
+def _words(facts: RunFacts) -> str:
+    """What a search looks in, in lower case."""
+    labels = facts.labels
+    return " ".join((facts.name, facts.model, labels.title, labels.note, *labels.tags)).lower()
+
+
 def _started(facts: RunFacts) -> datetime:
     return facts.started or datetime.min
 
@@ -156,5 +167,8 @@ def _row(id: str, facts: RunFacts) -> dict[str, Any]:
         "figure_name": facts.figure_name,
         "figure": facts.figure,
         "minutes": facts.minutes,
+        "title": facts.labels.title,
+        "note": facts.labels.note,
+        "tags": facts.labels.tags,
         "started": facts.started.timestamp() if facts.started else None,
     }

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -14,7 +14,20 @@ from tunesmith.profiling.diagnosis import diagnose, verdict, yaml_value
 from tunesmith.profiling.facts import read_facts
 from tunesmith.reports.text import cut, flatten
 from tunesmith.reports.views import cause_rows
-from tunesmith.runs.listing import Row, next_commands, number, object_in, read_object, read_recipe, read_rows, read_run
+from tunesmith.runs.labels import read_labels
+from tunesmith.runs.listing import (
+    Row,
+    next_commands,
+    number,
+    object_in,
+    plan_removal,
+    read_object,
+    read_recipe,
+    read_rows,
+    read_run,
+    remove,
+    run_status,
+)
 from tunesmith.store.database import Closeable
 from tunesmith.store.run_tail import Follower
 from tunesmith.store.runs import RunReader
@@ -70,12 +83,25 @@ class Studio(Closeable):
             self._open.move_to_end(id)
             return self._open[id]
 
+    def delete(self, id: str) -> None:
+        """Delete the run with this id and all that is in its folder. Raises RunError if it is in use."""
+        path = self.run(id).path
+        remove(plan_removal([path], self.index.root, checkpoints_only=False))
+        with self._lock:
+            self._open.pop(id, None)
+        self.index.forget(id)
+
     def _opened(self, path: Path) -> OpenRun:
         # The trainer of a live loop writes its own database, and has votes beside it.
         is_live = (path / "versions").is_dir() and (path / "runs.db").is_file()
         touch = (lambda: path) if is_live else partial(self._follower.folder, path)
         data = WatchData(RunReader(touch() / "runs.db"), VoteWatch(path / "votes.db"), touch)
         return OpenRun(path, data, SampleLog(path / "samples.jsonl"), Cached(partial(details, path), _DETAILS_S))
+
+
+def head(path: Path) -> Json:
+    """What changes by the press of a button: the state of the run in `path`, and what people call it."""
+    return {"status": run_status(path, read_recipe(path)), "labels": asdict(read_labels(path))}
 
 
 def details(path: Path) -> Json:
@@ -85,7 +111,7 @@ def details(path: Path) -> Json:
     findings = read_rows(path / "findings.jsonl")
     return {
         "name": facts.name,
-        "status": facts.status,
+        "num_bytes": facts.num_bytes,
         "steps": facts.total_steps,
         "num_steps": facts.num_steps,
         "minutes": facts.minutes,

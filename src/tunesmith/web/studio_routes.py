@@ -6,11 +6,12 @@ from fastapi import APIRouter, Query, Request
 from fastapi.exceptions import HTTPException
 from fastapi.responses import FileResponse, HTMLResponse
 
+from tunesmith.runs.labels import read_labels
 from tunesmith.web import watch
 from tunesmith.web.access import API, Rule
 from tunesmith.web.job_routes import Reply, Run, facts_of
 from tunesmith.web.services import ServicesOf, page
-from tunesmith.web.studio import Studio, files_of
+from tunesmith.web.studio import Studio, files_of, head
 from tunesmith.web.watch_data import WatchData
 
 REPORT_POLICY = (
@@ -62,7 +63,7 @@ def _pages() -> APIRouter:
 
     @routes.get("/runs/{run}")
     def show(run: str, found: Run, request: Request, services: ServicesOf) -> HTMLResponse:
-        name = found.path.name.encode("utf-8", "replace").decode()
+        name = read_labels(found.path).title or found.path.name.encode("utf-8", "replace").decode()
         files = files_of(found.path)
         return page(
             request,
@@ -71,6 +72,7 @@ def _pages() -> APIRouter:
             base=f"runs/{run}/",
             run=run,
             name=name,
+            folder=found.path.name.encode("utf-8", "replace").decode(),
             has_report="report.html" in files,
             may_roll_back=False,
             may_start=services.jobs is not None,
@@ -112,7 +114,7 @@ def _facts(studio: Studio) -> APIRouter:
         jobs = services.jobs
         job = None if jobs is None else jobs.of(found.path)
         facts = None if jobs is None or job is None else facts_of(job, jobs, studio)
-        return Reply({**found.details(), "sample_steps": found.samples.steps(), "job": facts})
+        return Reply({**found.details(), **head(found.path), "sample_steps": found.samples.steps(), "job": facts})
 
     @routes.get("/{run}/samples")
     def samples(found: Run, step: Annotated[int, Query(ge=0, le=2**53)]) -> Reply:

@@ -3,10 +3,13 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.config.comparison import COMPARISON, comparison_options, read_comparison
+from tunesmith.config.keys import leaves
+from tunesmith.config.levels import LEVELS
 from tunesmith.config.load import DEFAULT, FLAGS, Resolved, load_recipe, parse_overrides, schema_of
 from tunesmith.config.schema import RECIPES
 from tunesmith.core.errors import ConfigError
@@ -61,6 +64,20 @@ def check(wanted: Wanted, allowed: Allowed) -> None:
     options = read_comparison(path) if wanted.resume else comparison_options(dict(wanted.settings))
     if not allowed.has_model(options.model):
         raise ConfigError(str(not_allowed("model", options.model)))
+
+
+def presets(wanted: Wanted) -> dict[str, object]:
+    """What each key has that the run is not given, by its recipe and level; `required` for what it must be given."""
+    found: dict[str, object] = {key.path: key.default for key in leaves(RECIPES[wanted.algorithm])}
+    given = {key: value for key, value in wanted.settings if key == "level" and value in LEVELS}
+    with suppress(ConfigError):  # it lacks what is required
+        recipe = load_recipe(wanted.algorithm, recipe=wanted.recipe or None, overrides=given).recipe
+        found |= dict(leaves_of(recipe.model_dump()))
+    if found["run.steps"] in (None, "null"):
+        found["run.steps"] = (
+            "100" if "rollout" in RECIPES[wanted.algorithm].model_fields else "all epochs over the data"
+        )
+    return {key: value for key, value in found.items() if value not in (None, "null", "", '""')}
 
 
 def resolve(wanted: Wanted, allowed: Allowed) -> Resolved:

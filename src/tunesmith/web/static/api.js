@@ -18,6 +18,7 @@ export class LoggedOut extends Error {}
 const ROOT = new URL("../", import.meta.url);
 const TIMEOUT_MS = 15_000;
 const POINTS = 600; // of each metric
+export const ALL_POINTS = 5_000; // the most that the server sends
 const NAMES_PER_REQUEST = 40;
 
 /** The address of a page or file of this server; `path` has no slash at its beginning. */
@@ -59,10 +60,10 @@ export async function call(method, path, body, key, timeoutMs = TIMEOUT_MS) {
 }
 
 /** Points of metrics, thinned by the server; `base` is the prefix of a run's routes. */
-export async function fetchSeries(base, names) {
+export async function fetchSeries(base, names, points = POINTS) {
   const found = [];
   for (let start = 0; start < names.length; start += NAMES_PER_REQUEST) {
-    const query = new URLSearchParams({ points: POINTS });
+    const query = new URLSearchParams({ points });
     for (const name of names.slice(start, start + NAMES_PER_REQUEST)) query.append("name", name);
     found.push(...(await call("GET", `${base}metrics?${query}`)).series);
   }

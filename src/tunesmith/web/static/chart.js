@@ -1,8 +1,11 @@
 // Charts as plain SVG, in the page's colours, without a library. The server thins their points to what a screen can show.
 import { html, oncePerFrame, svg } from "./dom.js";
+import { downloads } from "./download.js";
 
 const HEIGHT = 190;
-const EDGE = { left: 52, right: 10, top: 10, bottom: 24 };
+const DOT = 3; // radius of a point without neighbours
+const MIN_DRAG = 5; // pixels
+export const EDGE = { left: 52, right: 10, top: 10, bottom: 24 };
 const COLOURS = ["after", "before", "stage-3", "stage-5", "stage-6", "stage-4", "stage-2", "stage-7"];
 
 /** One metric of a chart: points { step, time, value } in the order of steps; value is null if not finite. */
@@ -79,6 +82,16 @@ export function ticks(low, high, count) {
   return found;
 }
 
+/** Powers of ten between `low` and `high`, and the numbers between them where those are few. */
+export function logTicks(low, high) {
+  const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  const every = Math.ceil((last - first) / 5) || 1;
+  const factors = last - first <= 1 ? [1, 2, 3, 5, 7] : last - first <= 3 ? [1, 3] : [1];
+  const found = [];
+  for (let power = first; power <= last; power += every) found.push(...factors.map((factor) => factor * 10 ** power));
+  return found.filter((value) => value >= low && value <= high);
+}
+
 /** A number in few characters. */
 export function short(value) {
   if (value === null || value === undefined) return "not finite";
@@ -87,8 +100,8 @@ export function short(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-/** Base of all charts: a figure with a title, a plot and a legend. */
-class Chart {
+/** Base of all charts: a figure with a title, a plot, a legend, and its download. */
+export class Chart {
   constructor(id, title, unit) {
     this.id = id;
     this.title = title;
@@ -97,7 +110,7 @@ class Chart {
     this.element = html(
       "figure",
       { class: "chart", id: `chart-${id.replace(/\W+/g, "-")}` },
-      html("figcaption", {}, title, unit ? html("span", { class: "unit" }, ` ${unit}`) : null),
+      html("figcaption", {}, html("span", {}, title, unit ? html("span", { class: "unit" }, ` ${unit}`) : null), downloads(this)),
       this.plot,
       this.legend,
     );
@@ -110,13 +123,14 @@ class Chart {
   }
 
   /** Draw grid and axis labels for the two ranges; returns scales `x` and `y` from values to pixels. */
-  frame([xLow, xHigh], [yLow, yHigh], xText = short) {
+  frame([xLow, xHigh], [yLow, yHigh], { xText = short, isLog = false } = {}) {
     const right = Math.max(EDGE.left + 1, this.width - EDGE.right);
     const bottom = HEIGHT - EDGE.bottom;
+    const [low, high] = isLog ? [Math.log10(yLow), Math.log10(yHigh)] : [yLow, yHigh];
     const x = (value) => EDGE.left + ((value - xLow) / (xHigh - xLow || 1)) * (right - EDGE.left);
-    const y = (value) => bottom - ((value - yLow) / (yHigh - yLow || 1)) * (bottom - EDGE.top);
+    const y = (value) => bottom - (((isLog ? Math.log10(value) : value) - low) / (high - low || 1)) * (bottom - EDGE.top);
     const grid = svg("g", { class: "grid-lines" });
-    for (const value of ticks(yLow, yHigh, 4)) {
+    for (const value of isLog ? logTicks(yLow, yHigh) : ticks(yLow, yHigh, 4)) {
       grid.append(
         svg("line", { x1: EDGE.left, x2: right, y1: y(value), y2: y(value) }),
         svg("text", { x: EDGE.left - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)),
@@ -131,187 +145,128 @@ class Chart {
   }
 }
 
-/** Lines over steps, updated point by point. */
+/** Lines over steps, updated point by point. All charts of a `View` have its zoom, scale, smoothing and cursor. */
 export class LineChart extends Chart {
-  constructor(id, title, unit, lines) {
+  constructor(id, title, unit, lines, view) {
     super(id, title, unit);
     this.lines = lines;
+    this.view = view;
     this.xName = "step";
-    this.smoothing = 0;
-    this.pointed = null;
+    this.pointer = svg("line", { class: "pointer" });
+    this.selection = svg("rect", { class: "selection", y: EDGE.top, height: HEIGHT - EDGE.top - EDGE.bottom });
     this.values = lines.map((line, place) => {
       const value = html("b", {}, "–");
       this.legend.append(html("li", {}, html("i", { class: "swatch", style: colour(place) }), line.label, " ", value));
       return value;
     });
-    this.plot.addEventListener("pointermove", (event) => this.point(event.offsetX));
-    this.plot.addEventListener("pointerleave", () => this.point(null));
+    view.charts.add(this);
+    this.listen();
   }
 
-  point(place) {
-    this.pointed = place;
-    this.draw();
+  /** Point by the mouse, zoom by a drag, and show everything again by a double click. */
+  listen() {
+    let from = null; // where a drag began
+    const end = (event) => {
+      if (from !== null && this.scales && Math.abs(event.offsetX - from) >= MIN_DRAG) {
+        const [low, high] = [from, event.offsetX].sort((a, b) => a - b).map((place) => this.stepAt(place));
+        if (high > low) this.view.change({ zoom: [low, high] });
+      }
+      from = null;
+      this.selection.remove();
+    };
+    this.plot.addEventListener("pointerdown", (event) => {
+      if (event.button) return;
+      from = event.offsetX;
+      this.plot.setPointerCapture(event.pointerId);
+    });
+    this.plot.addEventListener("pointermove", (event) => {
+      if (!this.scales) return;
+      this.view.point(this.stepAt(event.offsetX));
+      if (from === null || Math.abs(event.offsetX - from) < MIN_DRAG) return;
+      const [low, high] = [from, event.offsetX].sort((a, b) => a - b).map((place) => this.scales.x(this.stepAt(place)));
+      for (const [name, value] of [["x", low], ["width", high - low]]) this.selection.setAttribute(name, value);
+      this.plot.append(this.selection);
+    });
+    this.plot.addEventListener("pointerup", end);
+    this.plot.addEventListener("pointercancel", end);
+    this.plot.addEventListener("pointerleave", () => this.view.point(null));
+    this.plot.addEventListener("dblclick", () => this.view.change({ zoom: null }));
+  }
+
+  /** The step at a place of the plot. */
+  stepAt(place) {
+    const { range: [low, high], right } = this.scales;
+    return low + Math.min(1, Math.max(0, (place - EDGE.left) / (right - EDGE.left))) * (high - low);
   }
 
   render() {
+    this.scales = null;
     if (!this.width) return;
     const steps = this.lines.flatMap(({ points }) => (points.length ? [points[0].step, points.at(-1).step] : []));
     if (!steps.length) {
       this.plot.replaceChildren();
       return;
     }
-    const range = [Math.min(...steps), Math.max(...steps)];
-    const values = this.lines.flatMap(({ points }) => points.map(({ value }) => value));
-    const { x, y, right, bottom } = this.frame(range, rangeOf(values));
-    this.lines.forEach((line, place) => this.drawLine(line, colour(place), x, y, bottom));
-    const step = this.pointed === null ? null : stepAt(this.pointed, range, right);
-    if (step !== null) {
-      this.plot.append(svg("line", { class: "pointer", x1: x(step), x2: x(step), y1: EDGE.top, y2: bottom }));
-    }
-    this.updateLegend(step);
-  }
-
-  drawLine(line, style, x, y, bottom) {
-    const places = line.points.map(({ step }) => x(step));
-    const values = line.points.map(({ value }) => value);
-    const group = svg("g", { style });
-    group.append(svg("path", { class: this.smoothing ? "line raw" : "line", d: path(places, values, y) }));
-    if (this.smoothing) group.append(svg("path", { class: "line", d: path(places, smooth(values, this.smoothing), y) }));
-    const marks = places.filter((_, at) => values[at] === null);
-    this.plot.append(group);
-    if (!marks.length) return;
-    const cross = (place) => `M${place.toFixed(1)} ${bottom - 7}m-3 -3l6 6m0 -6l-6 6`;
-    this.plot.append(
-      svg("path", { class: "not-finite", d: marks.map(cross).join("") }, svg("title", {}, `${line.label}: not finite here`)),
-    );
-  }
-
-  /** Update the legend with the values at `step`, or the last ones, and the label for screen readers. */
-  updateLegend(step) {
-    this.lines.forEach((line, place) => {
-      const point = step === null ? line.last : line.nearest(step);
-      this.values[place].textContent = point ? short(point.value) : "–";
-    });
-    this.legend.dataset.step = step === null ? "" : `${this.xName} ${Math.round(step)}`;
-    if (step !== null) return;
+    const range = this.view.zoom ?? [Math.min(...steps), Math.max(...steps)];
+    // One point beyond each end, so that lines go on to the edge.
+    const shown = this.lines.map(({ points }) => points.slice(Math.max(0, firstAt(points, range[0]) - 1), firstAt(points, range[1]) + 1));
+    const values = shown.flatMap((points) => points.map(({ value }) => value)).filter((value) => !this.view.isLog || value > 0);
+    const { x, y, right, bottom } = this.frame(range, rangeOf(values, this.view.isLog), { isLog: this.view.isLog });
+    const inside = svg("svg", { class: "inside", x: EDGE.left - DOT, y: 0, width: right - EDGE.left + 2 * DOT, height: HEIGHT, viewBox: `${EDGE.left - DOT} 0 ${right - EDGE.left + 2 * DOT} ${HEIGHT}` });
+    this.plot.append(inside);
+    shown.forEach((points, place) => this.drawLine(inside, this.lines[place].label, points, colour(place), { x, y, bottom }));
+    this.scales = { x, right, range, bottom };
+    this.showPointer();
     const words = this.lines.filter((line) => line.points.length).map((line) => describe(line, this.xName));
     this.plot.setAttribute("aria-label", `${this.title}: ${words.join("; ")}`);
   }
-}
 
-/** Paths through points { step, x, y }, such as the reward of each run over its KL; points without both are left out. */
-export class FrontierChart extends Chart {
-  constructor() {
-    super("frontier", "Reward against KL", "reward over the KL to the starting model in nats, from step to step");
-    this.paths = [];
-  }
-
-  show(paths) {
-    this.paths = paths.map(({ label, points }) => ({ label, points: points.filter(({ x, y }) => x !== null && y !== null) }));
-    const drawn = this.paths.map(({ label, points }) => ({ label, last: points.at(-1) })).filter(({ last }) => last);
-    const words = drawn.map(({ label, last }) => `${label} ${short(last.y)} at a KL of ${short(last.x)}, step ${last.step}`);
-    this.plot.setAttribute("aria-label", `${this.title}: ${words.join("; ") || "no data yet"}`);
-    const swatch = (place) => html("i", { class: "swatch", style: colour(place) });
-    this.legend.replaceChildren(...this.paths.map(({ label, points }, place) => html("li", {}, swatch(place), label, " ", html("b", {}, points.length ? short(points.at(-1).y) : "–"))));
-    this.draw();
-  }
-
-  render() {
-    if (!this.width) return;
-    const all = this.paths.flatMap(({ points }) => points);
-    const values = (name) => rangeOf(all.map((point) => point[name]));
-    const { x, y } = this.frame(values("x"), values("y"));
-    this.paths.forEach(({ label, points }, place) => {
-      const places = points.map((point) => x(point.x));
-      const group = svg("g", { style: colour(place) }, svg("path", { class: "line", d: path(places, points.map((point) => point.y), y) }));
-      const last = points.at(-1);
-      if (last) group.append(svg("circle", { cx: places.at(-1), cy: y(last.y), r: 3.5 }, svg("title", {}, `${label}, step ${last.step}`)));
-      this.plot.append(group);
+  drawLine(inside, label, points, style, { x, y, bottom }) {
+    const { smoothing, isLog } = this.view;
+    const drawn = (value) => (isLog && value !== null && value <= 0 ? null : value);
+    const places = points.map(({ step }) => x(step));
+    const values = points.map(({ value }) => drawn(value));
+    const group = svg("g", { style });
+    group.append(svg("path", { class: smoothing ? "line raw" : "line", d: path(places, values, y) }));
+    if (smoothing) group.append(svg("path", { class: "line", d: path(places, smooth(values, smoothing), y) }));
+    values.forEach((value, at) => {
+      const isAlone = value !== null && (values[at - 1] ?? null) === null && (values[at + 1] ?? null) === null;
+      if (isAlone) group.append(svg("circle", { cx: places[at], cy: y(value), r: DOT }));
     });
+    inside.append(group);
+    const marks = places.filter((_, at) => values[at] === null);
+    if (!marks.length) return;
+    const cross = (place) => `M${place.toFixed(1)} ${bottom - 7}m-3 -3l6 6m0 -6l-6 6`;
+    const why = isLog ? "not finite, or not above 0" : "not finite";
+    inside.append(svg("path", { class: "not-finite", d: marks.map(cross).join("") }, svg("title", {}, `${label}: ${why} here`)));
+  }
+
+  /** Show the cursor, and in the legend the values there, or the last ones. */
+  showPointer() {
+    if (!this.scales) return;
+    const { x, bottom, range: [low, high] } = this.scales;
+    const at = this.view.at;
+    const isShown = at !== null && at >= low && at <= high;
+    this.lines.forEach((line, place) => {
+      const point = isShown ? line.nearest(at) : line.last;
+      this.values[place].textContent = point ? short(point.value) : "–";
+    });
+    this.legend.dataset.step = isShown ? `${this.xName} ${short(Math.abs(at) < 10 && this.xName !== "step" ? at : Math.round(at))}` : "";
+    if (!isShown) return this.pointer.remove();
+    for (const [name, value] of Object.entries({ x1: x(at), x2: x(at), y1: EDGE.top, y2: bottom })) this.pointer.setAttribute(name, value);
+    this.plot.append(this.pointer);
+  }
+
+  /** Labels and points of each line, for a file: as many of each as the page can get. */
+  async table() {
+    return this.lines.map(({ label, points }) => ({ label, points }));
   }
 }
 
-/** Win rate of each version against the base, with its interval; the serving version is filled. */
-export class WinRateChart extends Chart {
-  constructor() {
-    super("win-rate", "Win rate against the base", "share of votes");
-    this.versions = [];
-  }
-
-  show(versions) {
-    this.versions = versions.filter(({ shown }) => shown);
-    const last = this.versions.at(-1);
-    const words = last ? `version ${last.version} at ${percent(last.shown.win_rate)}` : "no votes yet between versions";
-    this.plot.setAttribute("aria-label", `${this.title}: ${words}`);
-    this.draw();
-  }
-
-  render() {
-    if (!this.width) return;
-    const numbers = this.versions.map(({ version }) => version);
-    const { x, y, right } = this.frame([Math.min(0, ...numbers) - 0.5, Math.max(1, ...numbers) + 0.5], [0, 1], whole);
-    this.plot.append(svg("line", { class: "even", x1: EDGE.left, x2: right, y1: y(0.5), y2: y(0.5) }));
-    for (const { version, shown, serving, accepted } of this.versions) {
-      const kind = serving ? "after serving" : accepted ? "after" : "before dropped";
-      const group = svg("g", { class: `win ${kind}`, "data-version": version });
-      if (shown.low !== null) {
-        group.append(svg("line", { x1: x(version), x2: x(version), y1: y(shown.low), y2: y(shown.high) }));
-      }
-      group.append(
-        svg("circle", { cx: x(version), cy: y(shown.win_rate), r: 4 }),
-        svg("title", {}, `version ${version}: ${interval(shown)}`),
-      );
-      this.plot.append(group);
-    }
-  }
-}
-
-/** Votes of each minute as bars; `bars` are [minutes ago, number]. */
-export class BarChart extends Chart {
-  constructor(id, title, unit) {
-    super(id, title, unit);
-    this.bars = [];
-  }
-
-  show(bars) {
-    this.bars = bars;
-    const total = bars.reduce((sum, [, number]) => sum + number, 0);
-    this.plot.setAttribute("aria-label", `${this.title}: ${total} in the last hour, ${bars.at(-1)?.[1] ?? 0} in this minute`);
-    this.draw();
-  }
-
-  render() {
-    if (!this.width || !this.bars.length) return;
-    const places = this.bars.map(([minute]) => minute);
-    const range = [Math.min(...places) - 0.5, Math.max(...places) + 0.5];
-    const highest = Math.max(4, ...this.bars.map(([, number]) => number));
-    const { x, y, bottom } = this.frame(range, [0, highest], (minute) => (minute === 0 ? "now" : `${minute} min`));
-    const width = Math.max(1, x(1) - x(0) - 1);
-    for (const [minute, number] of this.bars) {
-      if (!number) continue;
-      const box = { x: x(minute) - width / 2, y: y(number), width, height: bottom - y(number), class: "bar-of-votes" };
-      this.plot.append(svg("rect", box, svg("title", {}, `${number} votes`)));
-    }
-  }
-}
-
-export const percent = (share) => `${(100 * share).toFixed(0)} %`;
-
-/** A win rate with its interval, as text. */
-export function interval({ win_rate, low, high }) {
-  return low === null ? percent(win_rate) : `${percent(win_rate)} (${percent(low)} to ${percent(high)})`;
-}
-
-const whole = (value) => (Number.isInteger(value) ? String(value) : "");
-const colour = (place) => `color: var(--${COLOURS[place % COLOURS.length]})`;
-
-function stepAt(place, [low, high], right) {
-  const share = Math.min(1, Math.max(0, (place - EDGE.left) / (right - EDGE.left)));
-  return low + share * (high - low);
-}
+export const colour = (place) => `color: var(--${COLOURS[place % COLOURS.length]})`;
 
 /** Lowest and highest of `values` with a margin; null is left out. */
-function rangeOf(values) {
+export function rangeOf(values, isLog = false) {
   let low = Infinity;
   let high = -Infinity;
   for (const value of values) {
@@ -319,20 +274,19 @@ function rangeOf(values) {
     if (value < low) low = value;
     if (value > high) high = value;
   }
-  if (low > high) return [0, 1];
+  if (low > high) return isLog ? [1, 10] : [0, 1];
+  if (isLog) return [low / (high / low || 1) ** 0.05 / (low === high ? 2 : 1), high * (high / low) ** 0.05 * (low === high ? 2 : 1)];
   const margin = (high - low) * 0.05 || Math.abs(low) * 0.1 || 0.5;
   return [low - margin, high + margin];
 }
 
-/** SVG path through all finite points, interrupted at gaps; a point between two gaps becomes a dot. */
-function path(places, values, y) {
+/** SVG path through all finite points, interrupted at gaps. */
+export function path(places, values, y) {
   const isFinite = (at) => values[at] !== null && values[at] !== undefined;
   const parts = [];
   places.forEach((place, at) => {
     if (!isFinite(at)) return;
-    const goesOn = isFinite(at - 1);
-    parts.push(`${goesOn ? "L" : "M"}${place.toFixed(1)} ${y(values[at]).toFixed(1)}`);
-    if (!goesOn && !isFinite(at + 1)) parts.push("h0");
+    parts.push(`${isFinite(at - 1) ? "L" : "M"}${place.toFixed(1)} ${y(values[at]).toFixed(1)}`);
   });
   return parts.join("");
 }

@@ -1,8 +1,10 @@
 // The page of several runs side by side: curves, reward against KL, and samples of the same prompts. The runs are in
 // the address.
-import { call, fetchSeries, logIn, LoggedOut, url } from "./api.js";
-import { FrontierChart, Line, LineChart, short } from "./chart.js";
+import { ALL_POINTS, call, fetchSeries, logIn, LoggedOut, url } from "./api.js";
+import { Line, LineChart, short } from "./chart.js";
 import { $, html, say } from "./dom.js";
+import { FrontierChart } from "./figures.js";
+import { View } from "./view.js";
 
 const RENEW_MS = 5000;
 const SOON_MS = 500; // as long as the server is still reading the metrics of a run
@@ -11,6 +13,8 @@ const MAX_CHARTS = 24;
 const SAMPLE_STEPS = 6; // newest steps of each run in which the same prompts are sought
 const MAX_PROMPTS = 20;
 const REWARDS = ["eval/reward", "reward", "objective/scores"];
+// What says how well a run did comes first, then what is trained on, the lengths, and the times.
+const ORDER = [/^eval\/(?!samples)/, /^(reward|accuracy|objective\/scores)$/, /^rewards\/.*(mean|accurac|margin)/, /kl/, /loss/, /^(?!.*(time|memory|cpu|disk)\/)/];
 const KLS = ["objective/kl", "kl", "kl_per_sequence"];
 // Samples of one step, by the keys of a recipe; the product of those that it has.
 const SIZES = ["rollout.prompts_per_step", "rollout.completions_per_prompt", "dpo.pairs_per_step", "reward_model.pairs_per_step", "sft.demonstrations_per_step"];
@@ -19,6 +23,7 @@ const ids = [...new Set(new URLSearchParams(location.search).getAll("run"))].sli
 const runs = []; // { id, name, status, size, metrics, points, samples }
 const charts = new Map(); // metric -> LineChart
 const frontier = new FrontierChart();
+const view = new View();
 let axis = "step";
 
 const AXES = {
@@ -46,7 +51,7 @@ async function refresh() {
 async function load(run) {
   const facts = await call("GET", `runs/${run.id}`);
   const recipe = new Map(facts.recipe.map(([key, value]) => [key, Number(value)]));
-  run.name = facts.name;
+  run.name = facts.labels.title || facts.name;
   run.size = SIZES.reduce((size, key) => size * (recipe.get(key) || 1), 1);
   const { names, pictures, cursor } = await call("GET", `runs/${run.id}/metrics/names`);
   run.metrics = names;
@@ -69,7 +74,9 @@ async function load(run) {
 }
 
 function draw() {
-  for (const run of runs) for (const name of run.main) if (!charts.has(name) && charts.size < MAX_CHARTS) addChart(name);
+  for (const name of [...new Set(runs.flatMap(({ main }) => main))].sort((a, b) => placeOf(a) - placeOf(b))) {
+    if (!charts.has(name) && charts.size < MAX_CHARTS) addChart(name);
+  }
   const others = [...new Set(runs.flatMap(({ metrics }) => metrics))].filter((name) => !charts.has(name)).sort();
   if ($("metric").options.length !== others.length + 1) $("metric").replaceChildren(new Option("draw another metric", ""), ...others.map((name) => new Option(name)));
   $("no-metrics").hidden = charts.size > 0;
@@ -79,10 +86,32 @@ function draw() {
   showSamples();
 }
 
+/** The place of a metric among the others. */
+function placeOf(name) {
+  const place = ORDER.findIndex((pattern) => pattern.test(name));
+  return place < 0 ? ORDER.length : place;
+}
+
 function addChart(name) {
-  const chart = new LineChart(name, name, "", runs.map((run) => new Line(name, run.label)));
+  const chart = new LineChart(name, name, "", runs.map((run) => new Line(name, run.label)), view);
+  chart.table = () => pointsOf(chart);
   charts.set(name, chart);
-  $("charts").append(chart.element);
+  // Runs are read one after the other, so a chart that comes later may belong before others.
+  const next = [...$("charts").children].find((element) => placeOf(element.dataset.metric) > placeOf(name));
+  chart.element.dataset.metric = name;
+  $("charts").insertBefore(chart.element, next ?? null);
+}
+
+/** All points of a chart as far as the server gives them, for a file. */
+function pointsOf(chart) {
+  return Promise.all(
+    runs.map(async (run) => {
+      const line = new Line(chart.id, run.label);
+      const [found] = run.metrics.includes(chart.id) ? await fetchSeries(`runs/${run.id}/`, [chart.id], ALL_POINTS) : [];
+      for (const point of found?.points ?? []) line.add(...point);
+      return { label: run.label, points: line.points.map((point) => ({ ...point, step: AXES[axis].of(run, point) })) };
+    }),
+  );
 }
 
 function drawLines(chart) {
@@ -104,7 +133,9 @@ function drawFrontier() {
     const klAt = new Map((kl ?? []).map(({ step, value }) => [step, value]));
     return { label: run.label, points: (reward ?? []).map(({ step, value }) => ({ step, x: klAt.get(step) ?? null, y: value })) };
   });
-  frontier.show(paths);
+  const isEmpty = paths.every(({ points }) => !points.some(({ x, y }) => x !== null && y !== null));
+  $("frontier-part").hidden = isEmpty;
+  if (!isEmpty) frontier.show(paths);
   $("no-frontier").hidden = !missing.length;
   $("no-frontier").textContent = `Without a KL and a reward at the same steps: ${missing.join(", ")}.`;
 }
@@ -149,6 +180,7 @@ $("frontier").append(frontier.element);
 for (const input of document.querySelectorAll("input[name=axis]")) {
   input.addEventListener("change", () => {
     axis = input.value;
+    view.change({ zoom: null, at: null });
     for (const chart of charts.values()) drawLines(chart);
   });
 }

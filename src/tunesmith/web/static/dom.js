@@ -74,3 +74,16 @@ function placeOf(event) {
   if (isNamed || (digit && event.shiftKey) || event.getModifierState("AltGraph")) return "";
   return (letter ?? digit ?? "").toLowerCase();
 }
+
+/** A size in the unit that fits it. */
+export function bytes(size) {
+  const units = ["bytes", "kB", "MB", "GB", "TB"];
+  const power = Math.min(units.length - 1, size < 1000 ? 0 : Math.floor(Math.log10(size) / 3));
+  return `${power ? (size / 1000 ** power).toPrecision(3) : Math.round(size)} ${units[power]}`;
+}
+
+/** The last error in what a process printed, from its first line on; empty if there is none. */
+export function errorIn(output) {
+  const start = Math.max(output.lastIndexOf("\nerror: "), output.startsWith("error: ") ? 0 : -1, output.lastIndexOf("\nTraceback "));
+  return start < 0 ? "" : output.slice(start).trim();
+}

@@ -1,6 +1,6 @@
 // The form of a new run: a recipe checked while it is typed, an estimate, and the start, which is asked for once.
 import { call, logIn, LoggedOut, newKey, Unreachable, url } from "./api.js";
-import { $, html, say } from "./dom.js";
+import { $, bytes, html, say } from "./dom.js";
 
 const QUIET_MS = 300; // after the last key, until the recipe is checked
 const RENEW_MS = 1000;
@@ -55,12 +55,21 @@ async function useAlgorithm() {
 async function check() {
   const mine = ++checks;
   try {
-    const { problems, command } = await call("POST", "recipes/check", request());
+    const { problems, command, presets } = await call("POST", "recipes/check", request());
     if (mine !== checks) return;
+    showPresets(presets);
     $("command").textContent = command;
     showProblems(problems);
   } catch (error) {
     if (mine === checks) fail(error);
+  }
+}
+
+/** In each empty field what the run has there if it stays empty: by the recipe and the level, or by default. */
+function showPresets(presets) {
+  for (const field of FIELDS.map($).filter(({ localName }) => localName === "input")) {
+    const preset = presets[keyOf(field)];
+    field.placeholder = preset === undefined || preset === null ? "" : String(preset);
   }
 }
 
@@ -86,7 +95,13 @@ function fail(error) {
 
 // The estimate
 
-const gigabytes = (parts) => Object.entries(parts).map(([name, size]) => `${name} ${size.toFixed(2)}`).join(", ");
+const GB = 1e9;
+/** Sizes in GB, the largest first; those that do not count are left out. */
+function sizes(parts) {
+  const total = Object.values(parts).reduce((sum, size) => sum + size, 0);
+  const shown = Object.entries(parts).filter(([, size]) => size > total / 200).sort(([, a], [, b]) => b - a);
+  return shown.map(([name, size]) => `${name} ${bytes(size * GB)}`).join(", ");
+}
 const minutes = (seconds) => (seconds < 90 ? `${Math.ceil(seconds)} s` : `${Math.ceil(seconds / 60)} min`);
 const fact = ([name, text]) => html("div", {}, html("dt", {}, name), html("dd", { class: "passage raw" }, text));
 
@@ -100,8 +115,8 @@ async function estimate() {
     $("facts").replaceChildren(
       ...[
         ["model", `${facts.num_parameters.toLocaleString()} parameters`],
-        ["memory", `${total.toFixed(2)} GB: ${gigabytes(facts.memory_gb)}`],
-        ["by stage", gigabytes(facts.stage_gb)],
+        ["memory", `${bytes(total * GB)}: ${sizes(facts.memory_gb)}`],
+        ["by stage", sizes(facts.stage_gb)],
         ["time", `about ${minutes(facts.seconds)} for ${facts.num_steps} steps`],
         ["data", `${facts.num_items.toLocaleString()} items, for example:\n${facts.sample}`],
       ].map(fact),
@@ -157,11 +172,11 @@ function changed() {
   timer = setTimeout(check, QUIET_MS);
 }
 
-/** Fill the form with the recipe of a run. */
-async function copyRun(run) {
-  const { algorithm, settings: given } = await call("GET", `runs/${encodeURIComponent(run)}/settings`);
+/** Fill the form with what a run was started with. */
+async function copy({ algorithm, recipe = "", settings: given }) {
   $("algorithm").value = algorithm;
   if (!$("algorithm").value) throw new Error(`A run of ${algorithm} cannot be started here.`);
+  $("recipe").value = recipe;
   await useAlgorithm();
   for (const [name, value] of given) set(name, value);
 }
@@ -187,7 +202,8 @@ $("form").addEventListener("submit", (event) => {
 
 const asked = new URLSearchParams(location.search);
 try {
-  if (asked.get("like")) await copyRun(asked.get("like"));
+  if (asked.get("like")) await copy(await call("GET", `runs/${encodeURIComponent(asked.get("like"))}/settings`));
+  else if (asked.get("again")) await copy((await call("GET", `jobs/${encodeURIComponent(asked.get("again"))}`)).wanted);
   else await useAlgorithm();
   for (const given of asked.getAll("set")) set(given.slice(0, given.indexOf("=")), given.slice(given.indexOf("=") + 1));
 } catch (error) {

@@ -1,10 +1,14 @@
 // The page of a run, beside its charts: diagnosis, findings, samples, recipe, files.
-import { call, newKey, Unreachable, url } from "./api.js";
+import { call, newKey, Refused, Unreachable, url } from "./api.js";
 import { short } from "./chart.js";
-import { $, html } from "./dom.js";
+import { $, bytes, errorIn, html } from "./dom.js";
+import { showJob as showJobState } from "./watch.js";
 
 const { run } = $("run").dataset;
 const RENEW_MS = 5000;
+const SOON_MS = 700; // while the run starts or stops
+const DELETE_MS = 300_000;
+const CHANGING = ["queued", "starting", "stopping"];
 
 let last = ""; // the facts as they were last shown
 let facts = null;
@@ -14,9 +18,13 @@ let follows = true; // the newest samples are shown until another step is chosen
 async function refresh() {
   try {
     facts = await call("GET", `runs/${run}`);
-  } catch {
-    return; // The state of the connection is shown by the watch page's part.
+  } catch (error) {
+    // The state of the connection is shown by the watch page's part.
+    if (error instanceof Refused && error.status === 404 && $("asked")) $("asked").textContent = "This run was deleted.";
+    return;
   }
+  showJobState({ status: facts.status, state: facts.job?.state, ask: refreshSoon });
+  if (CHANGING.includes(facts.job?.state)) refreshSoon();
   if (JSON.stringify(facts) === last) return;
   last = JSON.stringify(facts);
   showFacts();
@@ -27,16 +35,48 @@ async function refresh() {
   showSteps();
 }
 
+let soon = null;
+
+function refreshSoon() {
+  soon ??= setTimeout(() => {
+    soon = null;
+    refresh();
+  }, SOON_MS);
+}
+
 const cells = (texts) => html("tr", {}, ...texts.map((text, at) => html(at ? "td" : "th", at ? { class: "words" } : { scope: "row" }, text)));
 
 function showFacts() {
-  const { status, steps, minutes, verdict } = facts;
-  const words = [status, steps === null ? null : `${steps} steps planned`, minutes === null ? null : `${minutes.toFixed(1)} minutes`];
+  const { steps, minutes, verdict } = facts;
+  const words = [steps === null ? null : `${steps} steps planned`, minutes === null ? null : `${minutes.toFixed(1)} minutes`];
   $("facts").textContent = words.filter(Boolean).join(" · ");
   $("verdict").textContent = verdict;
+  showLabels();
+  showFailure();
   $("commands").replaceChildren(
     ...Object.entries(facts.commands).map(([name, command]) => html("div", {}, html("dt", {}, name), html("dd", {}, html("code", {}, command)))),
   );
+}
+
+function showLabels() {
+  const { title, note, tags } = facts.labels;
+  const { folder } = $("run").dataset;
+  $("run").textContent = title || folder;
+  $("folder").hidden = !title;
+  $("note").textContent = note;
+  $("note").hidden = !note;
+  $("tags").replaceChildren(...tags.map((tag) => html("li", { dir: "auto" }, tag)));
+  $("tags").hidden = !tags.length;
+  document.title = `${title || folder} · Tunesmith`;
+}
+
+/** Why the process of a run ended, as far as it said so: the error that it printed last. */
+function showFailure() {
+  const { job, status } = facts;
+  const words = job && ["failed", "stopped"].includes(job.state) ? errorIn(job.output) : "";
+  $("failure").hidden = !words;
+  $("failure-title").textContent = status === "stopped" ? "The last start of this run failed." : "This run failed.";
+  $("failure-text").textContent = words;
 }
 
 // Stop and resume, of runs that were started from the pages
@@ -46,13 +86,15 @@ let resumeKey = newKey(); // of the request to resume, until it is known to have
 function showJob() {
   if (!$("stop")) return;
   const { job, status } = facts;
-  const isOpen = ["queued", "starting", "running"].includes(job?.state);
-  $("stop").hidden = !isOpen;
+  const isOpen = [...CHANGING, "running"].includes(job?.state);
+  $("stop").hidden = !isOpen || job.state === "stopping";
   $("resume").hidden = isOpen || status !== "stopped";
+  $("delete").hidden = isOpen || status === "running";
   $("job-part").hidden = !job;
   $("job-command").textContent = job?.command ?? "";
   $("job-output").textContent = job?.output ?? "";
   if (job?.state === "queued") $("asked").textContent = `The run waits for its turn; ${job.num_before} before it.`;
+  else if ($("asked").textContent.startsWith("The run waits")) $("asked").textContent = "";
 }
 
 async function stop() {
@@ -77,11 +119,30 @@ async function ask(send, done) {
   refresh();
 }
 
+async function saveLabels() {
+  const labels = { title: $("label-name").value.trim(), note: $("label-note").value, tags: $("label-tags").value.split(",") };
+  await ask(() => call("PUT", `runs/${run}/labels`, labels), "Saved.");
+}
+
+async function deleteRun() {
+  $("asked").textContent = "Deleting.";
+  try {
+    await call("DELETE", `runs/${run}`, undefined, undefined, DELETE_MS);
+    location.assign(url("runs"));
+  } catch (error) {
+    $("asked").textContent = error.message;
+  }
+}
+
 if ($("stop")) {
-  for (const [id, act] of [["stop", stop], ["resume", resume]]) {
+  for (const [id, act] of [["stop", stop], ["resume", resume], ["label", saveLabels], ["delete", deleteRun]]) {
     const dialog = $(`${id}-dialog`);
     $(id).addEventListener("click", () => {
+      if (!facts) return;
       $("resume-steps").value = facts.steps ?? "";
+      const { title, note, tags } = facts.labels;
+      [$("label-name").value, $("label-note").value, $("label-tags").value] = [title, note, tags.join(", ")];
+      $("delete-size").textContent = `, ${bytes(facts.num_bytes)}`;
       dialog.returnValue = "";
       dialog.showModal();
     });
@@ -110,6 +171,8 @@ function showTables() {
   $("findings").replaceChildren(...[...facts.findings].reverse().map(cells));
   $("findings-part").hidden = !facts.findings.length;
   $("findings-title").textContent = `Findings (${facts.num_findings})`;
+  $("to-findings").textContent = facts.num_findings === 1 ? "1 finding" : `${facts.num_findings} findings`;
+  $("to-findings").hidden = !facts.num_findings;
   const link = ([name, size]) => [html("a", { href: url(`runs/${run}/files/${encodeURIComponent(name)}`) }, name), `${size.toLocaleString()} bytes`];
   for (const [id, rows] of [["result", facts.result], ["environment", facts.environment], ["files", facts.files.map(link)]]) {
     $(id).replaceChildren(...rows.map(cells));

@@ -1,7 +1,7 @@
 // The list of runs: filters, which are kept in the address, and rows that are renewed while the page is seen.
 import { call, logIn, LoggedOut, newKey, Unreachable, url } from "./api.js";
 import { short } from "./chart.js";
-import { $, html, say } from "./dom.js";
+import { $, errorIn, html, say } from "./dom.js";
 
 const RENEW_MS = 3000;
 const ROWS = 50;
@@ -55,20 +55,32 @@ async function refreshJobs() {
   const { jobs } = await call("GET", "jobs").catch(() => ({ jobs: null }));
   if (!jobs || JSON.stringify(jobs) === shownJobs) return;
   shownJobs = JSON.stringify(jobs);
-  $("jobs").replaceChildren(...jobs.map(jobCard));
-  $("jobs-part").hidden = !jobs.length;
+  const [open, failed] = [jobs.filter(({ state }) => OPEN.includes(state)), jobs.filter(({ state }) => !OPEN.includes(state))];
+  for (const [id, shown] of [["jobs", open], ["failed", failed]]) {
+    $(id).replaceChildren(...shown.map(jobCard));
+    $(`${id}-part`).hidden = !shown.length;
+  }
 }
 
+const OPEN = ["queued", "starting", "running", "stopping"];
+
 function jobCard(job) {
-  const isOpen = ["queued", "starting", "running"].includes(job.state);
-  const button = isOpen ? html("button", { type: "button", "aria-label": `Stop ${job.name}` }, "Stop") : null;
-  button?.addEventListener("click", () => call("POST", `jobs/${job.id}/stop`).then(refreshJobs, (error) => say(error.message)));
+  const isOpen = OPEN.includes(job.state);
+  const act = (words, method, path) => {
+    const button = html("button", { type: "button", "aria-label": `${words} ${job.name}` }, words);
+    button.addEventListener("click", () => call(method, path).then(refreshJobs, (error) => say(error.message, true)));
+    return button;
+  };
+  const isRun = job.wanted.algorithm !== "compare_algorithms";
+  const again = isRun ? html("a", { class: "button", href: url(`runs/new?again=${job.id}`), "aria-label": `Change ${job.name} and start it again` }, "Change and start again") : null;
+  const buttons = isOpen ? [act("Stop", "POST", `jobs/${job.id}/stop`)] : [again, act("Dismiss", "DELETE", `jobs/${job.id}`)];
   return html(
     "div",
     { class: "card", "data-job": job.id },
-    html("p", {}, html("strong", { dir: "auto" }, job.name), ` ${job.state} `, button),
+    html("p", {}, html("strong", { dir: "auto" }, job.name), ` ${job.state} `),
+    isOpen || !job.output ? null : html("pre", { class: "passage raw" }, errorIn(job.output) || job.output),
     html("p", { class: "token" }, html("code", {}, job.command)),
-    isOpen || !job.output ? null : html("pre", { class: "passage raw" }, job.output),
+    html("p", { class: "tools" }, ...buttons.filter(Boolean)),
   );
 }
 
@@ -77,15 +89,19 @@ function row(run) {
   const figure = run.figure === null ? "" : `${run.figure_name} ${short(run.figure)}`;
   const cells = [run.algorithm, run.model, run.state, steps, figure, run.minutes?.toFixed(1) ?? ""];
   const started = run.started === null ? "" : new Date(run.started * 1000).toLocaleString([], MOMENT);
-  const tick = html("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, checked: chosen.has(run.id) });
+  const tick = html("input", { type: "checkbox", "aria-label": `Compare ${run.title || run.name}`, checked: chosen.has(run.id) });
   tick.addEventListener("change", () => choose(run.id, tick.checked));
   return html(
     "tr",
     { "data-run": run.id, "data-state": run.state, "data-facts": JSON.stringify(run) },
     html("td", {}, tick),
-    html("th", { scope: "row" }, html("a", { href: url(`runs/${run.id}`), dir: "auto" }, run.name)),
+    html("th", { scope: "row", title: run.note || null }, html("a", { href: url(`runs/${run.id}`), dir: "auto" }, run.title || run.name), run.title ? html("div", { class: "muted", dir: "auto" }, run.name) : null, tags(run)),
     ...[...cells, started].map((text) => html("td", {}, text)),
   );
+}
+
+function tags(run) {
+  return run.tags.length ? html("ul", { class: "tags", "aria-label": "Tags" }, ...run.tags.map((tag) => html("li", { dir: "auto" }, tag))) : null;
 }
 
 function choose(id, isChosen) {

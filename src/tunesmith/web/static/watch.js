@@ -1,8 +1,10 @@
 // The watch page, and that of a run: live versions, votes and metrics.
-import { api, call, fetchSeries, logIn, LoggedOut } from "./api.js";
-import { BarChart, interval, Line, LineChart, percent, short, WinRateChart } from "./chart.js";
+import { ALL_POINTS, api, call, fetchSeries, logIn, LoggedOut } from "./api.js";
+import { Line, LineChart, short } from "./chart.js";
 import { $, html, oncePerFrame } from "./dom.js";
 import { Feed } from "./feed.js";
+import { BarChart, interval, percent, WinRateChart } from "./figures.js";
+import { View } from "./view.js";
 
 const { base } = $("watch").dataset; // prefix of the routes: empty, or that of a run
 const STREAM = api(`${base}stream`);
@@ -13,6 +15,7 @@ const MOMENT = { dateStyle: "short", timeStyle: "short" };
 
 const lines = new Map(); // metric -> Line
 const charts = new Map(); // picture -> LineChart
+const view = new View();
 const newest = new Map(); // metric -> { step, value }
 const winRates = new WinRateChart();
 const votes = new BarChart("votes", "Votes a minute", "last hour");
@@ -22,6 +25,7 @@ let mustReload = false;
 let state = null;
 let stateAt = 0;
 let isConnected = false;
+let job = null; // on the page of a run, see `showJob`
 let versions = [];
 
 // Points
@@ -82,12 +86,23 @@ function addChart({ id, title, unit, is_main: isMain, lines: wanted }) {
     if (!lines.has(name)) lines.set(name, new Line(name, label));
     return lines.get(name);
   });
-  const chart = new LineChart(id, title, unit, own);
-  chart.smoothing = Number($("smoothing").value);
+  const chart = new LineChart(id, title, unit, own, view);
+  chart.table = () => pointsOf(own);
+  if (known) view.charts.delete(known);
   charts.set(id, chart);
   if (known) known.element.replaceWith(chart.element);
   else $(isMain ? "main-charts" : "more-charts").append(chart.element);
   $("more").hidden = !$("more-charts").childElementCount;
+}
+
+/** All points of lines as far as the server gives them, for a file. */
+async function pointsOf(own) {
+  const series = await fetchSeries(base, own.map(({ name }) => name), ALL_POINTS);
+  return own.map(({ name, label }) => {
+    const line = new Line(name, label);
+    for (const point of series.find((one) => one.name === name).points) line.add(...point);
+    return line;
+  });
 }
 
 let reloadTimer = null;
@@ -131,6 +146,10 @@ function addRows({ cursor: to, names, rows }) {
 // The trainer's state
 
 const SENTENCES = {
+  queued: "Waiting for its turn.",
+  starting: "Starting.",
+  stopping: "Stopping: the step is finished and a checkpoint written.",
+  failed: "The run has failed.",
   none: "No trainer has written here yet.",
   running: "Training.",
   silent: "Training, but without a sign of life for a while.",
@@ -143,22 +162,43 @@ function showState(data) {
   state = data;
   stateAt = performance.now();
   updateState();
+  if (job && isAlive() !== (job.status === "running")) job.ask();
+}
+
+const isAlive = () => ["running", "silent"].includes(state?.kind);
+
+/**
+ * What the page of a run knows of it: its `status`, and the `state` of its process. The stream is told some seconds
+ * later, so where the two differ this counts, and `ask` is called to have it renewed.
+ */
+export function showJob(known) {
+  job = known;
+  updateState();
+}
+
+/** The kind of state to be shown. */
+function kindOfState() {
+  if (!job) return state.kind;
+  if (["queued", "starting"].includes(job.state)) return job.state;
+  if (job.status === "running") return job.state === "stopping" ? "stopping" : isAlive() ? state.kind : "running";
+  return job.status === "stopped" && state?.kind === "dead" ? "dead" : job.status;
 }
 
 /** Show the state: a sentence, and separately the seconds, which screen readers do not announce. */
 function updateState() {
-  const sentence = !isConnected && state ? "The connection is lost; trying again." : SENTENCES[state?.kind] ?? "Connecting.";
-  $("indicator").dataset.kind = isConnected ? (state?.kind ?? "none") : "lost";
+  const kind = state || job ? kindOfState() : null;
+  const sentence = !isConnected && state ? "The connection is lost; trying again." : SENTENCES[kind] ?? "Connecting.";
+  $("indicator").dataset.kind = isConnected ? (kind ?? "none") : "lost";
   // Screen readers announce each assignment, so it is made for a new sentence only.
   if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence;
   const parts = [];
-  if (state?.doing) parts.push(state.doing);
+  if (state?.doing && kind === state.kind) parts.push(state.doing);
   if (state?.step) parts.push(`step ${state.step}`);
   if (state?.age_s !== null && state?.age_s !== undefined) {
     parts.push(`last sign of life ${age(state.age_s + (performance.now() - stateAt) / 1000)} ago`);
   }
   $("details").textContent = parts.join(" · ");
-  $("hint").hidden = !isConnected || !["dead", "stopped"].includes(state?.kind);
+  $("hint").hidden = !isConnected || !["dead", "stopped"].includes(kind);
 }
 
 function age(seconds) {
@@ -283,13 +323,6 @@ async function resume() {
 
 $("vote-chart").append(votes.element);
 $("win-chart").append(winRates.element);
-$("smoothing").addEventListener("input", ({ target }) => {
-  $("smoothing-value").textContent = target.value;
-  for (const chart of charts.values()) {
-    chart.smoothing = Number(target.value);
-    chart.draw();
-  }
-});
 $("search").addEventListener("input", showTable);
 $("all-metrics").addEventListener("toggle", showTable);
 $("rollback").addEventListener("close", ({ target }) => {
