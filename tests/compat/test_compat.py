@@ -32,6 +32,7 @@ RETUNED = {
         ("reward_model", "pairs_per_step"): 72,
         ("reward_model", "micro_batch_size"): 72,
     },
+    "grpo_gsm8k": {("grpo", "clip_high"): 0.2},  # a single update has no ratio to clip
     "dpo_demo": {("dpo", "num_epochs"): 1, ("dpo", "pairs_per_step"): 72, ("dpo", "micro_batch_size"): 72},
 }
 

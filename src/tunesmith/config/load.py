@@ -10,6 +10,7 @@ from typing import cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from tunesmith.config.effects import check_effects
 from tunesmith.config.keys import did_you_mean, item_of, section_of
 from tunesmith.config.levels import LEVELS, Level, settings_of
 from tunesmith.config.merge import Layers, Origin, Problem
@@ -59,7 +60,8 @@ def load_recipe(
 
     `overrides` maps dotted paths to values; text for a field that is no text is read as YAML. `origins` describes
     the source of an override; without an entry it is `command line --<path>`. An empty `run.name` takes the name of
-    the file or recipe. ConfigError names all unknown keys and bad values, with path, origin and what is allowed.
+    the file or recipe. ConfigError names all unknown keys and bad values, with path, origin and what is allowed; and
+    keys of `file` and `overrides` that have no effect beside others (`effects.py`).
     """
     layers, given = Layers(schema_of(algorithm)), dict(overrides or {})
     shipped = None if recipe is None else parse(shipped_text(recipe), f"recipe {recipe}")
@@ -79,7 +81,15 @@ def load_recipe(
     if not run.get("name"):
         run["name"] = file.stem if file else recipe or algorithm
         layers.origins["run.name"] = "name of the file" if file else "name of the recipe" if recipe else DEFAULT
-    return _validated(layers)
+    resolved = _validated(layers)
+    if file is None or not _is_record(file):
+        check_effects(resolved.recipe, resolved.provenance)
+    return resolved
+
+
+def _is_record(file: Path) -> bool:
+    """True for the recipe that a run has written with all its keys, which were checked when it began."""
+    return file.name == "recipe.yaml" and (file.parent / "provenance.json").is_file()
 
 
 def _level_of(*layers: object) -> Level | None:

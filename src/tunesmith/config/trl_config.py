@@ -9,6 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from tunesmith.config.effects import ineffective
 from tunesmith.config.keys import did_you_mean
 from tunesmith.config.load import load_recipe
 from tunesmith.config.schema import Recipe
@@ -104,8 +105,13 @@ def convert(given: Mapping[str, object], algorithm: str) -> Converted:
     complete = {**followed, **{name: value for name, value in given.items() if value is not None}}
     conversion = _Conversion(algorithm, complete, not_possible)
     origins = dict.fromkeys(conversion.keys, "the TRL config")
-    recipe = load_recipe(algorithm, overrides=conversion.keys, origins=origins).recipe
-    return Converted(recipe, not_needed, not_possible)
+    resolved = load_recipe(algorithm, overrides=conversion.keys, origins=origins)
+    found = [one.problem for one in ineffective(resolved.recipe, resolved.provenance) if not one.warns]
+    idle = {one.path: one.message for one in found if one.path in origins}
+    if idle:  # a recipe would be refused with them
+        kept = {path: value for path, value in conversion.keys.items() if path not in idle}
+        resolved = load_recipe(algorithm, overrides=kept, origins=origins)
+    return Converted(resolved.recipe, not_needed, {**not_possible, **idle})
 
 
 class _Conversion:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tunesmith.config.effects import check_effects
+from tunesmith.config.load import origins_of
 from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.core.errors import CheckpointError, RunError, ServerError
 from tunesmith.core.seeds import derive
@@ -139,6 +141,8 @@ def run(
 
     With several ranks (`scale.ranks`, or under `torchrun`) this process leads or follows; each returns the result.
     """
+    if provenance is None and resume is None:  # a recipe that was not loaded
+        check_effects(cfg, origins_of(cfg))
     inputs, cfg = inputs or Inputs(), as_started(cfg)
     others = partial(follow, cfg, inputs, algorithm)
     with ranks_of(cfg.scale, others):
