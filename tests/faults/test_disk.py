@@ -105,7 +105,7 @@ def test_a_read_only_folder_is_refused_at_the_start(tmp_path: Path) -> None:
     runs.chmod(0o500)
     message = tmp_path / "message"
     assert forked(told, message, train_in_a_read_only_folder, runs) == 2
-    assert message.read_text() == f"{runs} cannot be written; choose another folder with --run.dir"
+    assert message.read_text() == f"{runs} cannot be written (Permission denied); choose another folder with --run.dir"
     runs.chmod(0o700)
     assert not list(runs.iterdir())
 

@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the command in `argv`: 0, 2 for bad input, 1 for other errors, 130 after Ctrl-C."""
     words, is_verbose, is_quiet = _split_global_flags(list(sys.argv[1:] if argv is None else argv))
     log.configure(verbose=is_verbose, quiet=is_quiet)
+    log.escape_what_cannot_be_encoded()
     try:
         code = _dispatch(words)
         sys.stdout.flush()

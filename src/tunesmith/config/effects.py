@@ -70,10 +70,13 @@ def ineffective(recipe: Recipe, origins: Mapping[str, Origin]) -> list[Ineffecti
     return found
 
 
-def check_effects(recipe: Recipe, origins: Mapping[str, Origin]) -> None:
-    """Raise ConfigError for keys that somebody set and that have no effect; log those that are a warning."""
+def check_effects(recipe: Recipe, origins: Mapping[str, Origin], *, only_warns: bool = False) -> None:
+    """Raise ConfigError for keys that somebody set and that have no effect; log those that are a warning.
+
+    `only_warns` is for recipes of which nobody knows whether a shipped recipe set a key, or who runs it.
+    """
     asked = [one for one in ineffective(recipe, origins) if one.problem.origin.startswith(_ASKED)]
-    if problems := [str(one.problem) for one in asked if not one.warns]:
+    if not only_warns and (problems := [str(one.problem) for one in asked if not one.warns]):
         raise ConfigError(*problems)
     for one in asked:
         _log.warning("%s", one.problem)

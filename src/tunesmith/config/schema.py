@@ -86,6 +86,15 @@ class Recipe(Section):
                 f"scale.pipeline is {self.scale.pipeline}, but {self.algorithm} needs the states of all layers on one "
                 "rank; set it to 1"
             )
+        if self.scale.shards_parameters and self.optimizer.state == "int8":
+            raise ValueError(
+                "optimizer.state is int8, whose blocks would lie on several ranks with scale.shard: parameters; set "
+                "one of them back"
+            )
+        if self.scale.is_exact and self.model.dtype == "float16":
+            raise ValueError(
+                "scale.reduction is exact, which has no range for scaled float16 gradients; set another model.dtype"
+            )
         if not self.ALLOWS_DROPOUT and self.model.lora.dropout > 0:
             raise ValueError(
                 f"model.lora.dropout is {self.model.lora.dropout:g}, but the ratios of this algorithm compare two "
@@ -152,6 +161,11 @@ class SamplingRecipe(Recipe):
                 f"scale.workers is {self.scale.workers}, but rollout.backend is {self.rollout.backend}; workers draw "
                 "by the native engine: set rollout.backend to native, or scale.workers to 0"
             )
+        if self.scale.workers and self.scale.ranks > 1:
+            raise ValueError(
+                f"scale.workers is {self.scale.workers}, but {self.scale.ranks} ranks draw already; set workers to "
+                "0, or ranks to 1"
+            )
         if self.scale.address is not None and not self.scale.workers:
             raise ValueError(
                 f"scale.address is {self.scale.address}, but scale.workers is 0; set it to the number of actors"
@@ -182,6 +196,14 @@ class PPORecipe(PolicyRecipe):
 
     algorithm: Literal["ppo"] = "ppo"
     ppo: PPOSection = PPOSection()
+
+    @model_validator(mode="after")
+    def _check_critic_process(self) -> "PPORecipe":
+        if self.ppo.critic_process and self.scale.ranks > 1:
+            raise ValueError(
+                f"ppo.critic_process is for one process, but scale.ranks is {self.scale.ranks}; set one of them back"
+            )
+        return self
 
 
 class GRPORecipe(PolicyRecipe):

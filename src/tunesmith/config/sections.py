@@ -8,11 +8,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tunesmith.core.seeds import LARGEST_SEED
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -40,7 +43,7 @@ class LoraSection(Section):
     """Train the magnitude of each weight row apart from its direction (DoRA, Liu et al. 2024, arXiv 2402.09353)."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732)."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the initial adapter weights."""
 
 
@@ -98,7 +101,7 @@ class ModelSection(Section):
     num_trainable_layers: PositiveInt | None = None
     """Train only the top n layers, freeze the others and the embeddings; null trains all."""
     lora: LoraSection = LoraSection()
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of random weights, for `scratch` and `tiny:<family>`."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder or repository; only for code that you have read."""
@@ -241,7 +244,7 @@ class RunSection(Section):
     """Folder that holds the run folders."""
     name: str = ""
     """Part of the run folder's name; empty is the recipe's name."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of all sampling and shuffling."""
     steps: PositiveInt | None = None
     """Training steps; null is all epochs over the data, or 100 where completions are sampled."""

@@ -1,5 +1,6 @@
 """One logger tree on stderr, so that stdout holds results alone; and text made safe to print on a terminal."""
 
+import io
 import logging
 import sys
 import unicodedata
@@ -23,6 +24,13 @@ def configure(*, verbose: bool = False, quiet: bool = False) -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
+
+
+def escape_what_cannot_be_encoded() -> None:
+    """Write characters that the encoding of stdout or stderr lacks as `\\u2713`, in place of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Once:

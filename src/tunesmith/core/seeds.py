@@ -5,6 +5,9 @@ import random
 from collections.abc import Hashable, Iterable
 from functools import lru_cache
 
+LARGEST_SEED = 2**63 - 1
+"""Generators and kernels take seeds as signed 64-bit integers."""
+
 
 def derive(seed: int, *keys: int | str) -> int:
     """A 63-bit seed for the stream named by `keys` under `seed`, for example `derive(0, "rollout", step)`."""

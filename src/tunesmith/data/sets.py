@@ -212,7 +212,7 @@ def prompt_sets(
     measured = sides.encoded(measure)
     rows = Split([one.prompt for one in measured.train], [one.prompt for one in measured.heldout])
     facts = sides.facts(rows)
-    _check_not_empty(rows.train, "prompts")
+    _check_not_empty(rows.train, "prompts", rows.heldout)
     lengths = [one.num_tokens for one in (*measured.train, *measured.heldout)]
     sample = f"prompt: {plain_text(rows.train[0].content)}"
     return PromptSets(rows.train, rows.heldout, sample, facts, sum(lengths) / len(lengths))
@@ -244,12 +244,17 @@ def preference_sets(
         return encode_preferences(rows, tokenizer, limit, bad, truncates=section.truncate == "left", encode=encode)
 
     sides = _read(section, lambda s, bad: load_preferences(s, section, bad), (given, given_heldout), seed)
-    _check_not_empty(sides.rows.train, "pairs")
+    _check_not_empty(sides.rows.train, "pairs", sides.rows.heldout)
     if is_listwise:
         sides = replace(sides, rows=sides.encoded(_without_wide_ties))
     encoded, rows = sides.encoded(encoded_rows), sides.rows
     facts = sides.facts(rows)
-    _check_not_empty(encoded.train, "pairs")
+    _check_not_empty(encoded.train, "pairs", encoded.heldout)
+    if not any(item.decided for item in encoded.train):
+        raise DataError(
+            f"all {len(encoded.train)} rows to train on are ties, from which a reward model learns that everything is "
+            "equal; give rows of which one completion is better" + _held_out(encoded.heldout, "pairs")
+        )
     expand = as_rankings if is_listwise else as_pairs
     prompts = ({item.prompt.id: prompt_key(item) for item in side} for side in (rows.train, rows.heldout))
     return PreferenceSets(expand(encoded.train), expand(encoded.heldout), _sample(rows.train[0]), facts, *prompts)
@@ -281,7 +286,15 @@ def direct_sets(
     sides = _read(section, partial(_load_for, settings, section), (given, given_heldout), seed)
     encoded, rows = sides.encoded(encode), sides.rows
     facts = sides.facts(rows)
-    _check_not_empty(encoded.train, "pairs")
+    num_tied = sum(not isinstance(item, Judgement) and all(pair.tie for pair in pairs_of(item)) for item in rows.train)
+    if num_tied and num_tied == len(rows.train) and not encoded.train:
+        says = "which have no label for kto" if settings.loss == "kto" else "which dpo.ties: drop leaves out"
+        remedy = "" if settings.loss == "kto" else ", or set dpo.ties: half"
+        raise DataError(
+            f"all {num_tied} rows to train on are ties, {says}; give rows of which one completion is better{remedy}"
+            + _held_out(encoded.heldout, "pairs")
+        )
+    _check_not_empty(encoded.train, "pairs", encoded.heldout)
     train, heldout = encoded.train, encoded.heldout
     if settings.loss == "kto":
         train, heldout = (with_mismatched(side, table, limit.max_tokens, seed) for side in (train, heldout))
@@ -307,7 +320,7 @@ def demonstration_sets(
     sides = _read(section, load_demonstrations, (given, given_heldout), seed)
     encoded = sides.encoded(lambda rows, bad: encode_demonstrations(rows, tokenizer, section, limit, bad))
     facts = sides.facts(sides.rows)
-    _check_not_empty(encoded.train, "demonstrations")
+    _check_not_empty(encoded.train, "demonstrations", encoded.heldout)
     first = sides.rows.train[0]
     texts = {"prompt": plain_text(first.prompt.content), "completion": plain_text(first.completion)}
     sample = "\n".join(f"{name}: {text}" for name, text in texts.items() if text)
@@ -328,9 +341,16 @@ def _with_equal_columns(rows: Split[Prompt]) -> Split[Prompt]:
     return Split([filled(one) for one in rows.train], [filled(one) for one in rows.heldout])
 
 
-def _check_not_empty(train: Sequence[object], name: str) -> None:
+def _check_not_empty(train: Sequence[object], name: str, heldout: Sequence[object] = ()) -> None:
     if not train:
-        raise DataError(f"no {name} are left to train on; give more rows or lower {name}.heldout_fraction")
+        raise DataError(f"no {name} are left to train on; give more rows" + _held_out(heldout, name))
+
+
+def _held_out(heldout: Sequence[object], name: str) -> str:
+    """The end of a message: the rows that are held out, if there are some, could be trained on."""
+    if not heldout:
+        return ""
+    return f" ({len(heldout)} are held out; {name}.heldout_fraction says how many)"
 
 
 def _limit(max_tokens: int, max_length: int | None) -> int:

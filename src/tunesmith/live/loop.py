@@ -30,7 +30,7 @@ from tunesmith.live.versions import CheckResult, Position, Versions, check
 from tunesmith.live.votes import VotedPair, VoteMemory
 from tunesmith.models.language_model import model_of_recipe
 from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import context_length, freeze_lower_layers
+from tunesmith.models.loaded import context_length, freeze_lower_layers, room_for_prompts
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.profiling.meter import measured
@@ -355,7 +355,7 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
     device = setup.prepare(cfg)
     loaded = load_policy(cfg.model, device=device)
     model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model)
-    max_length = None if context is None else context - cfg.rollout.max_new_tokens
+    max_length = room_for_prompts(model, cfg.rollout.max_new_tokens)
     given = None if prompts is None else list(prompts)
     found = sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed, given, max_length=max_length)
     if cfg.live.heldout_prompts_per_round and not found.heldout:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from tunesmith.core.errors import ModelError
+from tunesmith.core.errors import ConfigError, ModelError
 
 LIBRARY_ERRORS = (
     ArithmeticError,
@@ -68,6 +68,21 @@ def unmask_padding_embedding(model: PreTrainedModel) -> None:
 def context_length(model: PreTrainedModel) -> int | None:
     """The model's maximum number of positions; None if its configuration has no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def room_for_prompts(model: PreTrainedModel, max_new_tokens: int) -> int | None:
+    """Tokens that a prompt may have beside a completion; None if the model's context has no limit.
+
+    Raises:
+        ConfigError: the completion alone fills the context.
+    """
+    context = context_length(model)
+    if context is not None and max_new_tokens >= context:
+        raise ConfigError(
+            f"rollout.max_new_tokens is {max_new_tokens}, but the model's context holds {context} tokens, those of the "
+            f"prompt included; set it to less, such as {max(1, context // 2)}"
+        )
+    return None if context is None else context - max_new_tokens
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:

@@ -104,6 +104,10 @@ class CalledReward(ABC):
         """The outcomes of a call that never returned."""
         return Scored([self._hung(error, samples)] * len(samples), Logged(len(samples)))
 
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raise RewardError if the code needs a column that prompts with `columns` do not have."""
+        return
+
     @abstractmethod
     def _arguments(
         self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
@@ -296,23 +300,37 @@ class FunctionReward(CalledReward):
     def _arguments(
         self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
     ) -> dict[str, object]:
-        others = [name for name in columns if name not in _OWN_COLUMNS]
-        offered = list(dict.fromkeys((*_PARTS, *others, *extras)))
+        offered = _offered(columns, extras)
+        self._check_offered(offered)
         wanted = offered
-        if self._parameters is not None:
-            for parameter in self._parameters:
-                is_needed = parameter.kind is not parameter.VAR_KEYWORD and parameter.default is parameter.empty
-                if is_needed and parameter.name not in offered:
-                    raise RewardError(
-                        f"reward `{self.name}` needs `{parameter.name}`, but the prompts have no such column; "
-                        f"they offer {', '.join(f'`{name}`' for name in offered)}"
-                    )
-            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in self._parameters):
-                named = {parameter.name for parameter in self._parameters}
-                wanted = [name for name in offered if name in named]
+        if self._parameters is not None and all(one.kind is not one.VAR_KEYWORD for one in self._parameters):
+            named = {parameter.name for parameter in self._parameters}
+            wanted = [name for name in offered if name in named]
         return {
             name: extras[name] if name in extras else [_argument(name, sample) for sample in samples] for name in wanted
         }
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """See `CalledReward.check_columns`."""
+        self._check_offered(_offered(columns, dict.fromkeys(_EXTRAS)))
+
+    def _check_offered(self, offered: Sequence[str]) -> None:
+        for parameter in self._parameters or ():
+            is_needed = parameter.kind is not parameter.VAR_KEYWORD and parameter.default is parameter.empty
+            if is_needed and parameter.name not in offered:
+                raise RewardError(
+                    f"reward `{self.name}` needs `{parameter.name}`, but the prompts have no such column; "
+                    f"they offer {', '.join(f'`{name}`' for name in offered)}"
+                )
+
+
+_EXTRAS = ("trainer_state", "log_extra", "log_metric")
+
+
+def _offered(columns: Sequence[str], extras: Mapping[str, object]) -> list[str]:
+    """Names of the arguments that a function can have."""
+    others = (name for name in columns if name not in _OWN_COLUMNS)
+    return list(dict.fromkeys((*_PARTS, *others, *extras)))
 
 
 def _argument(name: str, sample: Sample) -> object:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.config.sections import RewardSource
 from tunesmith.core.child import serve
 from tunesmith.core.errors import RewardError
+from tunesmith.core.log import escape_what_cannot_be_encoded
 from tunesmith.rewards.calling import CalledReward, FunctionReward
 from tunesmith.rewards.functions import function_of
 from tunesmith.rewards.outcome import Policy, Sample, Scored
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Answer calls with a reward, until the training closes the connection."""
+    escape_what_cannot_be_encoded()  # what a function prints may be anything
     serve(_prepared)
 
 

@@ -145,6 +145,12 @@ class Scorer:
         self._worker = Worker("scorer") if while_drawing else None
         self._settler = Settler(self.names, [reward.policy for reward in self._rewards], self.weights)
 
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raise RewardError for a function that needs a column which prompts with `columns` do not have."""
+        for reward in self._rewards:
+            if isinstance(reward, CalledReward):
+                reward.check_columns(columns)
+
     @property
     def models(self) -> dict[str, RewardModel]:
         """The rewards that are models, by name."""

@@ -9,6 +9,7 @@ from typing import Protocol, TypedDict
 
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.errors import ContextFullError, InputError
+from tunesmith.core.seeds import LARGEST_SEED
 from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, TEMPERATURE_RULE
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.tokenizer import (
@@ -303,6 +304,11 @@ def check_request(
         raise InputError(f"top_k is {sampling.top_k}; it must be 0 (off) or more")
     if not 0 < sampling.repetition_penalty < float("inf"):
         raise InputError(f"repetition_penalty is {sampling.repetition_penalty}; it must be positive, where 1 is off")
+    seed = sampling.seed
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED):
+        raise InputError(
+            f"seed is {seed!r}; it must be a whole number in [0, {LARGEST_SEED}], or None for a random one"
+        )
     stop_ids = _stop_ids(sampling)
     # A record that checks itself: both limits of length, and the types of ids and strings.
     Limits(sampling.max_new_tokens, sampling.min_new_tokens, stop_ids, sampling.stop_strings)

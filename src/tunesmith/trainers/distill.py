@@ -25,7 +25,7 @@ from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
+from tunesmith.models.loaded import PreTrainedTokenizerBase, freeze_lower_layers, room_for_prompts
 from tunesmith.models.logprob import completion_states
 from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.rollout.engine import Engine
@@ -140,8 +140,7 @@ class DistillTask:
         self.cfg = cfg
         self.num_steps = cfg.run.steps or 100
         self.loaded = load_policy(cfg.model, device=device)
-        context = context_length(self.loaded.model)
-        free = None if context is None else context - cfg.rollout.max_new_tokens
+        free = room_for_prompts(self.loaded.model, cfg.rollout.max_new_tokens)
         self.data = sets.prompt_sets(cfg.prompts, self.loaded.tokenizer, cfg.run.seed, inputs.prompts, max_length=free)
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
         self.teachers = [self._teacher(source.model, source.weight, device) for source in cfg.distill.teachers]

@@ -336,7 +336,13 @@ def check_labels(data: DirectSets, cfg: DPOSection) -> None:
     """
     labels = [unit for unit in data.train if isinstance(unit, AnswerLabel)]
     if any(label.mismatched < 0 for label in labels):
-        raise DataError("the loss kto compares with completions of other prompts; give rows of two prompts or more")
+        held_out = {unit.prompt_id for unit in data.heldout}
+        reason = (
+            f"; {len(held_out)} rows of other prompts are held out: give more prompts, or set pairs.heldout_fraction: 0"
+            if held_out
+            else "; give rows of two prompts or more"
+        )
+        raise DataError(f"the loss kto compares with completions of other prompts, but all rows have one{reason}")
     wanted = cfg.desirable_weight * sum(label.is_wanted for label in labels)
     unwanted = cfg.undesirable_weight * sum(not label.is_wanted for label in labels)
     if labels and not 3 / 4 <= (wanted + 1e-9) / (unwanted + 1e-9) <= 4 / 3:

@@ -61,9 +61,9 @@ def contents(
     return tensors, {**values, "optimizer": dict(optimizer.scalars)}
 
 
-def num_bytes(learner: Learner) -> int:
+def num_bytes(modules: Iterable[nn.Module]) -> int:
     """Bytes of the weights of a checkpoint, with the float32 masters of those in 16 bits, and without moments."""
-    trained = [p for module in learner.modules.values() for p in trained_parameters(module).values()]
+    trained = [p for module in modules for p in trained_parameters(module).values()]
     return sum(p.numel() * (p.element_size() + (4 if p.element_size() < 4 else 0)) for p in trained)
 
 

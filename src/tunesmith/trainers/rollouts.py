@@ -30,7 +30,7 @@ from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import context_length, freeze_lower_layers
+from tunesmith.models.loaded import freeze_lower_layers, room_for_prompts
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.outcome import TrainerState
@@ -232,8 +232,7 @@ class PolicyTask:
         self.shown, self.title = learner.shown, learner.title
         self.num_steps = cfg.run.steps or 100
         self.loaded = load_policy(cfg.model, device=device)
-        tokenizer, context = self.loaded.tokenizer, context_length(self.loaded.model)
-        max_length = None if context is None else context - cfg.rollout.max_new_tokens
+        tokenizer, max_length = self.loaded.tokenizer, room_for_prompts(self.loaded.model, cfg.rollout.max_new_tokens)
         self.data = sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed, inputs.prompts, max_length=max_length)
         self._evaluation = getattr(cfg, "evaluation", EvaluationSection())
         if self._evaluation.correct_at is not None and not self.data.heldout:
@@ -246,13 +245,15 @@ class PolicyTask:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """The rewards that the recipe names, or those given from Python."""
-        return Scorer(
+        """The rewards that the recipe names, or those given from Python; none needs a column that there is not."""
+        scorer = Scorer(
             self.cfg.reward if self._rewards is None else self._rewards,
             policy_tokenizer=self.loaded.tokenizer,
             device=self.device,
             while_drawing=self.cfg.rollout.score_while_drawing,
         )
+        scorer.check_columns(list(self.data.train[0].columns))
+        return scorer
 
     def build(self) -> PolicyLearner:
         """The learner before its first step."""

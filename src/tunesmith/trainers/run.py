@@ -18,6 +18,7 @@ from tunesmith.config.effects import check_effects
 from tunesmith.config.load import origins_of
 from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.core.errors import CheckpointError, RunError, ServerError
+from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.sets import Sets
@@ -26,8 +27,13 @@ from tunesmith.distributed.ranks import END, data_rank, gathered, num_ranks, ord
 from tunesmith.models.division import make_whole
 from tunesmith.models.export import ModelCard
 from tunesmith.models.language_model import model_of_recipe
+from tunesmith.models.lora import trained_parameters
+from tunesmith.models.optimizer import moment_bytes
+from tunesmith.rollout.remote.in_process import vllm_library
+from tunesmith.rollout.workers.actors import ray_library
 from tunesmith.runs import checkpoint
 from tunesmith.runs.environment import peak_rss_gb
+from tunesmith.runs.trackers import check_trackers
 from tunesmith.trainers import restart, setup
 from tunesmith.trainers.api import Inputs, Learner, Listener, Metrics, StepResult
 from tunesmith.trainers.best_of_n import BestOfN
@@ -39,9 +45,11 @@ from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.reward import RewardTask
 from tunesmith.trainers.rollouts import PolicyLearner, PolicyTask, sampling_params
-from tunesmith.trainers.session import Job, Session, open_session
+from tunesmith.trainers.session import Job, Session, open_session, require_space
 from tunesmith.trainers.sft import SFTTask
 from tunesmith.trainers.work import Work, announce_time, trial, trial_engine
+
+_log = get_logger(__name__)
 
 
 class Task(Protocol):
@@ -141,8 +149,8 @@ def run(
 
     With several ranks (`scale.ranks`, or under `torchrun`) this process leads or follows; each returns the result.
     """
-    if provenance is None and resume is None:  # a recipe that was not loaded
-        check_effects(cfg, origins_of(cfg))
+    if provenance is None and resume is None:  # made in Python, or loaded and given without its origins
+        check_effects(cfg, origins_of(cfg), only_warns=True)
     inputs, cfg = inputs or Inputs(), as_started(cfg)
     others = partial(follow, cfg, inputs, algorithm)
     with ranks_of(cfg.scale, others):
@@ -288,8 +296,30 @@ def take_step(task: Task, learner: Learner, session: Session, rates: Callable[..
 
 def task_of(cfg: Recipe, inputs: Inputs, device: torch.device, algorithm: type[PolicyLearner] | None = None) -> Task:
     """The task of the recipe `cfg`, with a learner of the class `algorithm` if one is given."""
+    check_installed(cfg)
     make: Any = ALGORITHMS[cfg.algorithm] if algorithm is None else partial(PolicyTask, algorithm)
-    return make(cfg, inputs, device)
+    task = make(cfg, inputs, device)
+    if cfg.run.eval_every and not task.data.heldout:
+        data = next(name for name in ("prompts", "pairs", "demonstrations") if hasattr(cfg, name))
+        _log.warning(
+            "run.eval_every is %d, which has no effect: no %s are held out to evaluate on; give %s.heldout_fraction a "
+            "share above 0, %s.heldout_source a file, or set run.eval_every to 0",
+            *(cfg.run.eval_every, data, data, data),
+        )
+    return task
+
+
+def check_installed(cfg: Recipe) -> None:
+    """Check that the packages are installed which the recipe asks for and which only its run would need.
+
+    Raises:
+        MissingDependencyError: naming the package and the setting.
+    """
+    check_trackers(cfg.run.report_to)
+    if isinstance(cfg, SamplingRecipe) and cfg.rollout.backend == "vllm" and cfg.rollout.server_url is None:
+        vllm_library()
+    if isinstance(cfg, SamplingRecipe) and cfg.scale.address is not None:
+        ray_library()
 
 
 def batch_of(task: Task, index: int) -> Sequence[Any]:
@@ -342,7 +372,11 @@ def preview(cfg: Recipe) -> Preview:
     Raises:
         InputError: for a model, data or reward that cannot be used, as the run would.
     """
-    task = task_of(cfg, Inputs(), torch.device("cpu"))
+    task: Any = task_of(cfg, Inputs(), torch.device("cpu"))
+    module = task.model if isinstance(task, RewardTask) else task.loaded.model
+    moments = moment_bytes(sum(one.numel() for one in trained_parameters(module).values()), cfg.optimizer)
+    num_checkpoints = cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0
+    require_space(Path(cfg.run.dir), restart.num_bytes([module]), moments, num_checkpoints)
     estimate, data = task.estimate(), task.data
     num_items = len(data.train) + len(data.heldout)
     sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)

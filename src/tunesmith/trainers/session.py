@@ -4,8 +4,8 @@ A run is resumed by the same code that starts it: `run` builds the learner of st
 newest whole checkpoint into it.
 """
 
-import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,7 +32,7 @@ from tunesmith.runs.folder import PLACES, RunFolder
 from tunesmith.runs.lock import RunLock
 from tunesmith.runs.manifest import step_folder
 from tunesmith.runs.progress import Reporter, progress
-from tunesmith.runs.trackers import Track, check_trackers, tracking
+from tunesmith.runs.trackers import Track, tracking
 from tunesmith.schema.records import Finding
 from tunesmith.trainers import restart
 from tunesmith.trainers.alarms import alarms
@@ -348,10 +348,12 @@ def open_session(
     Raises:
         RunError: if the folder cannot be written, has too little space, or is in use by another process.
     """
-    check_trackers(cfg.run.report_to)
     recipe = cfg.model_dump(mode="json")
     parent = Path(cfg.run.dir) if resume is None else resume
-    require_space(parent, job.learner, cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0)
+    modules, optimizer = job.learner.modules.values(), job.learner.optimizer
+    num_stages = 1 if (pipeline := stages()) is None else pipeline.count  # about as large as this one
+    weights, moments = restart.num_bytes(modules) * num_stages, optimizer.moment_bytes * num_stages
+    require_space(parent, weights, moments, cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0)
     with ExitStack() as stack:
         if resume is None:
             origins = origins_of(cfg) if provenance is None else provenance
@@ -375,20 +377,22 @@ def open_session(
         yield session
 
 
-def require_space(folder: Path, learner: Learner, num_checkpoints: int) -> None:
-    """Check that the disk of `folder` can hold the model and the checkpoints.
+def require_space(folder: Path, weights: int, moments: int, num_checkpoints: int) -> None:
+    """Check that `folder` can be made and written, and that its disk can hold the model and the checkpoints.
+
+    `weights` are the bytes of a checkpoint's weights, `moments` those of its moments.
 
     Raises:
-        RunError: naming the bytes that are free and those that are needed.
+        RunError: naming the folder, or the bytes that are free and those that are needed.
     """
     place = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
-    if not os.access(place, os.W_OK):
-        raise RunError(f"{place} cannot be written; choose another folder with --run.dir")
-    pipeline = stages()
-    num_stages = 1 if pipeline is None else pipeline.count  # about as large as this one
-    weights = restart.num_bytes(learner) * num_stages
+    try:
+        Path(tempfile.mkdtemp(prefix=".tunesmith-", dir=place)).rmdir()  # what permissions and mounts say can be wrong
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(f"{place} cannot be written ({reason}); choose another folder with --run.dir") from error
     # A checkpoint also holds the moments of each trained number; one more is being written while the others exist.
-    each = weights + learner.optimizer.moment_bytes * num_stages
+    each = weights + moments
     needed = weights + (each * (num_checkpoints + 2) if num_checkpoints else 0)
     free = shutil.disk_usage(place).free
     if free < needed:

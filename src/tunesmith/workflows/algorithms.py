@@ -218,6 +218,7 @@ def recipe_of(
         values |= {"prompts.source": str(folder / "prompts.jsonl"), "reward": [{"source": str(judge or "")}]}
     if algorithm == "reward":
         values["pairs.heldout_source"] = str(folder / "heldout_votes.jsonl")
+        values["pairs.heldout_fraction"] = 0.1  # the default, not that of the demo's recipe, which holds out its own
     else:
         values["run.steps"] = options.steps * (DPO_STEPS if algorithm == "dpo" else 1)
     if options.quick and algorithm not in ("reward", "dpo"):

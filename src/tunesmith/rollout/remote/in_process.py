@@ -27,7 +27,7 @@ class InProcess:
     def push(self, folder: Path, version: str) -> None:
         """See `Connection.push`."""
         if self._llm is None:
-            self._llm = _vllm().LLM(
+            self._llm = vllm_library().LLM(
                 model=str(folder),
                 skip_tokenizer_init=True,
                 logprobs_mode="processed_logprobs",
@@ -59,7 +59,7 @@ class InProcess:
         return [float(logps[token].logprob) for token, logps in pairs]
 
     def _generate(self, prompts: Sequence[Sequence[int]], settings: Sequence[Mapping[str, object]]) -> list[Any]:
-        sampling = [_vllm().SamplingParams(detokenize=False, **one) for one in settings]
+        sampling = [vllm_library().SamplingParams(detokenize=False, **one) for one in settings]
         return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False)
 
 
@@ -68,7 +68,8 @@ def _drawn(output: Any) -> Drawn:
     return Drawn(ids, [logps[token].logprob for token, logps in zip(ids, output.logprobs, strict=True)])
 
 
-def _vllm() -> Any:
+def vllm_library() -> Any:
+    """The module vllm. Raises MissingDependencyError if it cannot be imported."""
     try:
         import vllm  # pyright: ignore[reportMissingImports]
     except ImportError as error:

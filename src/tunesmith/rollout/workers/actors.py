@@ -122,7 +122,7 @@ def fetched(handle: Handle) -> Tensors:
     Raises:
         OSError: they are gone.
     """
-    ray = _library()
+    ray = ray_library()
     try:
         content = ray.get(handle)
     except ray.exceptions.RayError as error:
@@ -141,7 +141,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[Any, torch.dtype, tuple[int, ...]]:
 
 def _connected(address: str) -> Any:
     """Ray, connected to the cluster at `address`, unless this process is connected already."""
-    ray = _library()
+    ray = ray_library()
     if ray.is_initialized():
         return ray
     advice = "start one with `ray start --head`, and join it from each machine with `ray start --address HOST:PORT`"
@@ -164,7 +164,8 @@ def _connected(address: str) -> Any:
     return ray
 
 
-def _library() -> Any:
+def ray_library() -> Any:
+    """The module ray. Raises MissingDependencyError if it cannot be imported."""
     try:
         import ray
     except ImportError as error:
