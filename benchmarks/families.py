@@ -21,10 +21,11 @@ from benchmarks.common import ROOT, Say, benchmark, machine_facts, print_table, 
 from tunesmith import train
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import SamplingParams
+from tunesmith.config.sections import TINY_FAMILIES
 from tunesmith.core.errors import TunesmithError
 from tunesmith.models.language_model import FullForward, language_model
 from tunesmith.models.logprob import token_logps
-from tunesmith.models.tiny import ALL_FAMILIES, tiny_model
+from tunesmith.models.tiny import tiny_model
 from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
 
@@ -125,7 +126,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     """All families, or those asked for."""
     transformers.logging.set_verbosity_error()
     rows: dict[str, object] = {}
-    for family in options.family or ALL_FAMILIES:
+    for family in options.family or TINY_FAMILIES:
         try:
             rows[family] = family_facts(family)
         except (TunesmithError, ValueError, RuntimeError, TypeError, AttributeError) as error:

@@ -52,7 +52,7 @@ def main() -> None:
         ts.serve(
             settings,
             fill=add_items,
-            announce=lambda opened: print(f"vote at {opened.login_url or opened.url}; Ctrl-C ends", flush=True),
+            announce=lambda opened: print(f"vote at {opened.url}{opened.login}; Ctrl-C ends", flush=True),
         )
 
     file = options.folder / "votes.jsonl"
