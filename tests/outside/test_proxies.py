@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from playwright.sync_api import expect
 
 from app_parts import URL, app_in, make_run
 from page_parts import press, wait_until_sent
@@ -113,8 +114,8 @@ def test_people_vote_and_watch_below_a_path_prefix(serve, behind, visit, locatio
         trainer.add_metrics(1, {"reward": 0.5})
         seen = behind(server, location, rest, headers)
         context = visit.context(seen)
-        assert [cookie["path"] for cookie in context.cookies()] in (["/"], [location.rstrip("/")])
         page = looked_at(visit, context, seen, "/vote")
+        assert [cookie["path"] for cookie in context.cookies()] in (["/"], [location.rstrip("/")])
         press(page, "1")
         wait_until_sent(page, 1)
         for path in ("/arena", "/leaderboard", "/raters", "/login", "/join/x"):
@@ -134,7 +135,7 @@ def test_people_vote_and_watch_below_a_path_prefix(serve, behind, visit, locatio
         press(guest, "1")
         visit.expected = ("401",)
         guest.get_by_role("button", name="Log out").click()
-        guest.wait_for_url(f"{seen.url}/login")
+        expect(guest).to_have_url(re.compile(re.escape(seen.url) + r"/login(\?next=vote)?$"))
         guest.goto(f"{seen.url}/vote")
         guest.wait_for_url(f"{seen.url}/login?next=vote")
         visit.close()

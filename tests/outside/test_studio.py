@@ -1,5 +1,6 @@
 """The pages of runs: what people do with lists, charts and forms of training runs in other tools."""
 
+import csv
 import itertools
 import json
 import re
@@ -146,8 +147,9 @@ def test_a_chart_is_a_file_in_three_formats(look):
             chart.get_by_role("button", name=f"Download Reward as {kind}").click()
         assert download.value.suggested_filename.endswith(f".{kind.lower()}")
         found[kind] = download.value.path().read_bytes()
-    rows = found["CSV"].decode().splitlines()
-    assert rows[0] == "step,reward" and rows[1] == "1,10" and rows[-1] == "6,1000000"
+    rows = list(csv.DictReader(found["CSV"].decode().splitlines()))
+    rewards = [(row["step"], row["reward"]) for row in rows]
+    assert rewards[0] == ("1", "10") and rewards[-1] == ("6", "1000000")
     assert found["PNG"].startswith(b"\x89PNG") and len(found["PNG"]) > 5_000
     picture = found["SVG"].decode()
     assert "var(" not in picture and "stroke=" in picture and "Reward" in picture
@@ -160,6 +162,7 @@ def test_a_run_is_named_noted_and_tagged_and_found_by_it(look, root):
     Reported: gradio-app/trackio#415
     """
     page = opened(look())
+    label(page, "reward", "step 6")  # the scripts of the page run
     page.get_by_role("button", name="Name and note").click()
     page.locator("#label-name").fill(f"Longer answers {HOSTILE[0]}")
     page.locator("#label-tags").fill("paper, ablation , paper")

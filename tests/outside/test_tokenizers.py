@@ -20,7 +20,7 @@ from tunesmith.data.answers import AnswerTable, TokenLimit, encode_labels, encod
 from tunesmith.data.collate import encode_preferences
 from tunesmith.data.rows import BadRows
 from tunesmith.live.votes import VoteMemory, encode_vote
-from tunesmith.models.heads import RewardModel
+from tunesmith.models.heads import MADE_HERE, RewardModel
 from tunesmith.models.load import load_policy
 from tunesmith.models.tiny import tiny_model
 from tunesmith.models.tokenizer import (
@@ -87,6 +87,7 @@ class Model:
             pad_token_id=0,
             max_position_embeddings=20_000,
         )
+        setattr(config, MADE_HERE, True)
         self._classifier = Noting(LlamaForSequenceClassification(config), self.tokenizer)
 
     def set_template(self, template: str) -> None:
