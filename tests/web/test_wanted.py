@@ -235,7 +235,7 @@ def test_a_comparison_is_checked_as_a_run_is(root):
     check(wanted, allowed(root))
     assert wanted.words(root) == ["compare-algorithms", "--model=tiny:llama", "--seeds=2", "--quick", f"--out={root}"]
     assert "seeds" in problem(seeds="0") and "steps" in problem(steps="ten") and "out" in problem(out="/etc")
-    assert "'/etc' is neither built in nor allowed here" in problem(model="/etc")
+    assert "'/etc' is not allowed here, nor built in" in problem(model="/etc")
     with pytest.raises(RunError, match="no folder of"):
         check(Wanted(COMPARISON, resume="run"), allowed(root))
     made = RunFolder.create(root, "x", {"algorithm": COMPARISON, "comparison": {"model": "tiny:llama"}}).path.name

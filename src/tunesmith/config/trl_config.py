@@ -111,6 +111,8 @@ def convert(given: Mapping[str, object], algorithm: str) -> Converted:
     if idle:  # a recipe would be refused with them
         kept = {path: value for path, value in conversion.keys.items() if path not in idle}
         resolved = load_recipe(algorithm, overrides=kept, origins=origins)
+        defaults = _Conversion(algorithm, dict(followed), {}).keys  # what TRL sets by itself is not worth a word
+        idle = {path: message for path, message in idle.items() if conversion.keys[path] != defaults.get(path)}
     return Converted(resolved.recipe, not_needed, {**not_possible, **idle})
 
 

@@ -95,7 +95,7 @@ class Allowed:
 def not_allowed(key: str, value: object, names: Iterable[str] = MODEL_NAMES) -> Problem:
     """The problem of a value that a page may not name, though it may name `names`."""
     hint = did_you_mean(str(value), names) or "; start `tunesmith studio` with --allow to permit it"
-    return Problem(key, f"{value!r} is neither built in nor allowed here{hint}")
+    return Problem(key, f"{value!r} is not allowed here, nor built in{hint}")
 
 
 def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
