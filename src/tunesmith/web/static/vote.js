@@ -135,8 +135,7 @@ function paint() {
   const shown = queue.current;
   $("prompt-source").replaceChildren(sourceButton(shown.prompt, isRaw) ?? "");
   $("prompt").replaceChildren(...shown.prompt.map(message));
-  const { scrollHeight, scrollWidth, clientHeight, clientWidth } = $("prompt");
-  $("prompt").tabIndex = scrollHeight > clientHeight || scrollWidth > clientWidth ? 0 : -1;
+  reachPrompt();
   const answers = $("answers");
   answers.dataset.count = shown.answers.length;
   answers.replaceChildren(...shown.answers.map((one, index) => answer(one, index, isRaw)));
@@ -363,3 +362,11 @@ await outbox.adopt();
 for (const path of outbox.paths) queue.markAnswered(tokenOf(path));
 outbox.send();
 refill();
+
+/** Let keys reach the prompt where it scrolls, which it may at another width of the window. */
+function reachPrompt() {
+  const { scrollHeight, scrollWidth, clientHeight, clientWidth } = $("prompt");
+  $("prompt").tabIndex = scrollHeight > clientHeight || scrollWidth > clientWidth ? 0 : -1;
+}
+
+addEventListener("resize", reachPrompt);
