@@ -88,7 +88,7 @@ def test_a_reward_model_with_another_template_sees_the_tools(tokenizer: PreTrain
     reward = ModelReward(model, policy_tokenizer=tokenizer)
     (prompt,) = load_prompts([{"prompt": [USER], "tools": TOOLS}])
     completion = Completion((1,), logps=(-0.5,), raw_logps=(-0.5,), text="Yes.", finish_reason="stop")
-    ids = reward._encode(Sample(prompt, encode_prompt(tokenizer, prompt), completion, 0))
+    ids = reward.encode(Sample(prompt, encode_prompt(tokenizer, prompt), completion, 0))
     assert decode(model.tokenizer, ids).startswith("<TOOLS>")
 
 

@@ -1,5 +1,6 @@
 """What must be refused before a run begins, and by `--dry-run` too, with a message that names the cause."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from tunesmith import train
 from tunesmith.config.load import load_recipe
 from tunesmith.core.errors import ConfigError, DataError, MissingDependencyError, RewardError, RunError, TunesmithError
+from tunesmith.models.load import load_policy, load_tokenizer
 from tunesmith.trainers.run import preview
 
 TIES = [{"prompt": prompt, "chosen": "b", "rejected": "c", "tie": True} for prompt in ("a", "d")]
@@ -118,3 +120,100 @@ def test_stdout_that_cannot_encode_a_character(tmp_path: Path) -> None:
     done = tunesmith(*words, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert b"caf\\xe9 \\u2713" in done.stdout
+
+
+ASK = [{"role": "user", "content": "2 + 2?"}]
+LOUD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+DEAF = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}<|im_end|>"
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ '<|im_start|>' if m.content.startswith('call') else '<|im_end|>' }}{% endfor %}"
+)
+
+
+def answer(text: str) -> list[dict[str, str]]:
+    """A completion as messages."""
+    return [{"role": "assistant", "content": text}]
+
+
+def model_with(folder: Path, template: str) -> str:
+    """A tiny model in `folder` whose chat template is `template`."""
+    loaded = load_policy("tiny:llama")
+    loaded.tokenizer.chat_template = template + OPENS
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_template_that_changes_answers_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+    """What is trained is not what is sampled; where no text of an answer is trained or scored, nothing is refused.
+    Reported: issue 45.30.
+    """
+    given = {**options(tmp_path), "model": model_with(tmp_path / "model", LOUD)}
+    pairs = [{"prompt": ASK, "chosen": answer("four"), "rejected": answer("five")}]
+    message = r"the answer 'Yes, it is\.' is trained as 'YES, IT IS\.'"
+    with pytest.raises(DataError, match=message):
+        train.sft(demonstrations=[{"prompt": ASK, "completion": answer("four")}], **given)
+    with pytest.raises(DataError, match=message):
+        train.dpo(pairs=pairs, **given)
+    with pytest.raises(DataError, match=message):
+        train.reward(pairs=pairs, **given)
+    assert not (tmp_path / "runs").exists()
+    result = train.grpo(prompts=[ASK], reward="length", **given, **{"rollout.max_new_tokens": 4})
+    assert len(result.metrics) == 1
+
+
+def test_a_row_that_ends_where_generation_does_not_stop(tmp_path: Path) -> None:
+    """A template closes turns that call a tool by a token of their own (Llama 3.1's `<|eom_id|>`, gpt-oss's
+    `<|call|>`; here one of the three that there are), which generation_config.json does not name.
+    Reported: issue 45.30.
+    """
+    given = {**options(tmp_path), "model": model_with(tmp_path / "model", CALLS)}
+    rows = [{"prompt": ASK, "completion": answer(text)} for text in ("four", "call add(2, 2)", "call add(3, 3)")]
+    message = r"row demonstrations\[1\] ends with <\|im_start\|> \(1\), at which generation does not stop"
+    with pytest.raises(DataError, match=message):
+        train.sft(demonstrations=rows, **given)
+
+
+def test_a_reward_model_that_does_not_see_the_answer(tmp_path: Path) -> None:
+    """Its chat template writes the user's turns alone. Reported: issue 45.30."""
+    pairs = [{"prompt": "a", "chosen": "four", "rejected": "five"}]
+    judge = train.reward(pairs=pairs, **options(tmp_path / "judge")).run_dir / "final"
+    tokenizer = load_tokenizer(judge, "judge")
+    tokenizer.chat_template = DEAF
+    tokenizer.save_pretrained(judge)
+    with pytest.raises(DataError, match=r"reward model `.*`: it (reads prompt .* without the answer|cannot read)"):
+        train.grpo(prompts=[ASK], reward=str(judge), **options(tmp_path))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_shows_the_tokens(tmp_path: Path) -> None:
+    """People ask which ids a prompt becomes, where the loss is, and where generation stops. Reported: issue 45.30."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Four."}]}\n'
+    )
+    words = ("train", "sft", "--model", "tiny:llama", "--demonstrations", str(rows), "--dry-run")
+    done = tunesmith(*words, "--demonstrations.heldout-fraction", "0")
+    shown = done.stdout.decode()
+    assert done.returncode == 0, done.stderr
+    assert "loss on      6 of 31 ids, from 25 on: 'Four.<|im_end|>'" in shown
+    assert "generation stops at <|im_end|> (2)" in shown
+    assert "'<|im_start|>user\\n2 + 2?<|im_end|>\\n<|im_start|>assistant\\nFour.<|im_end|>'" in shown
+
+
+def test_doctor_looks_at_the_tokens_of_a_model(tmp_path: Path) -> None:
+    """The same without data, of a policy and of a reward model. Reported: issue 45.30."""
+    done = tunesmith("doctor", "tiny:llama", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["ok"], found["problems"]) == (0, True, [])
+    assert ["template", "writes answers as they are"] in found["facts"]
+    loud = tunesmith("doctor", model_with(tmp_path / "model", LOUD))
+    assert loud.returncode == 0
+    assert b"white space around an answer is dropped" in loud.stdout
+    pairs = [{"prompt": "a", "chosen": "four", "rejected": "five"}]
+    judge = train.reward(pairs=pairs, **options(tmp_path / "judge")).run_dir
+    read = tunesmith("doctor", str(judge), "--json")
+    assert any(text.startswith("the text, encoded again, ") for _, text in json.loads(read.stdout)["facts"])
+    assert tunesmith("doctor", str(tmp_path / "none")).returncode == 2

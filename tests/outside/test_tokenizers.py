@@ -5,12 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kinds import KINDS, LOSSY, TEMPLATES
+from tokenizers import processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
@@ -29,6 +31,7 @@ from tunesmith.models.tokenizer import (
     decode_after,
     encode_completed,
     encode_demonstration,
+    encode_marked,
     encode_pair_side,
     encode_prompt,
     special_token_ids,
@@ -43,6 +46,7 @@ from tunesmith.rollout.sequence import Sequence as DrawnSequence
 from tunesmith.rollout.sequence import TextStream
 from tunesmith.schema.records import Demonstration, Message, Pair, Prompt, Ranking, Text
 from tunesmith.store.records import Candidate, StoredVote
+from tunesmith.trainers.token_check import token_facts
 
 Ids = tuple[int, ...]
 
@@ -450,6 +454,48 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text_of_a_prompt_that_w
     prompt = Prompt("1", "The cat", token_ids=(87, 71))
     reward.score(samples_of([Group(prompt, (87, 71), (Completion((5,), (), (), " was", "length"),), 0)]))
     assert model._classifier.scored == encode_pair_side(model.tokenizer, Prompt("1", "The cat"), " was")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_begins_with_bos_gets_no_second_one(kind: str) -> None:
+    """Prompts that a chat template wrote elsewhere begin with the token that the tokenizer puts first, and may end with
+    the one that it puts last. Reported: huggingface/trl#3520, unslothai/unsloth-zoo#832, issue 45.6.
+    """
+    tokenizer = KINDS[kind]()
+    begin, end = str(tokenizer.bos_token), str(tokenizer.eos_token)
+    as_is = tokenizer(f"{begin}The cat", add_special_tokens=False)["input_ids"]
+    ids = encode_prompt(tokenizer, Prompt("1", f"{begin}The cat"))
+    assert ids == tuple(as_is)  # type: ignore[arg-type]  # as others encode what a template wrote
+    assert ids.count(tokenizer.bos_token_id) == 1  # type: ignore[arg-type]
+    assert ids[0] == tokenizer.bos_token_id
+    assert encode_completed(tokenizer, Prompt("1", f"{begin}The cat"), " was").prompt_ids == ids
+    assert encode_pair_side(tokenizer, Prompt("1", ""), f"{begin}The cat{end}").count(tokenizer.eos_token_id) == 1  # type: ignore[arg-type]
+    twice = encode_prompt(tokenizer, Prompt("1", f"{begin}{begin}The cat"))
+    assert twice.count(tokenizer.bos_token_id) == 2  # type: ignore[arg-type]  # as typed
+
+
+def test_a_classifier_of_texts_gets_no_second_mark() -> None:
+    """The same for an encoder, whose tokenizer puts one token before a text and one behind it. Reported: issue 45.6."""
+    tokenizer = KINDS["WordPiece"]()
+    names = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    backend: Any = tokenizer.backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=names)
+    expected = tuple(tokenizer("the cat")["input_ids"])  # type: ignore[arg-type]
+    for text in ("the cat", "<s>the cat", "the cat</s>", "<s>the cat</s>"):
+        assert encode_marked(tokenizer, text) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_template_that_trains_what_is_sampled_is_refused(kind: str) -> None:
+    """The check before a run lets all kinds through that `check` finds equal. Reported: issue 45.30."""
+    tokenizer, model = KINDS[kind](), tiny_model("llama").model
+    for template in TEMPLATES.values():
+        tokenizer.chat_template = template
+        stop_at_ends(model, tokenizer)
+        learnt = [encode_demonstration(tokenizer, Demonstration(Prompt("1", ASK), "Four."), "assistant")]
+        reward = ModelReward(model_of(kind)._classifier)
+        prompts = [Prompt("1", ASK), Prompt("2", "The cat was")]
+        assert token_facts(model, tokenizer, prompts, learnt, {"r": reward}).problems == []
 
 
 def real(name: str, data_dir: Path | None) -> PreTrainedTokenizerBase:

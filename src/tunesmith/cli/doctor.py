@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from tunesmith.cli.options import flag, parse
+from tunesmith.cli.options import Positional, flag, parse
 from tunesmith.cli.output import Output, reporting
 from tunesmith.config.yaml_text import is_mapping
-from tunesmith.core.errors import InputError
+from tunesmith.core.errors import InputError, ModelError
 from tunesmith.core.log import visible
 from tunesmith.core.system import SPIN_VARIABLES
 
@@ -54,9 +54,11 @@ _BREAKAGES = (
 class DoctorOptions:
     """Say what this machine has, what is missing and what is untested. Nothing is changed, and no network is used.
 
-    With --cluster, under torchrun: clocks, versions, links and disks of all ranks.
+    With a MODEL: its tokens instead, and whether sampling, scoring and training see the same. With --cluster, under
+    torchrun: clocks, versions, links and disks of all ranks.
     """
 
+    model: Annotated[str | None, Positional, flag("A policy or reward model: hub id, folder or run.", "MODEL")] = None
     cluster: Annotated[bool, flag("Measure the ranks that torchrun started against each other.")] = False
     dir: Annotated[Path, flag("With --cluster: folder whose disk is measured.", "FOLDER")] = Path()
     json: Annotated[bool, flag("Print one JSON object.")] = False
@@ -79,6 +81,9 @@ def doctor(words: Sequence[str]) -> None:
         if options.cluster:
             _cluster(options.dir.expanduser(), output)
             return
+        if options.model is not None:
+            _model(options.model, output)
+            return
         findings = examine()
         width = max(len(finding.name) for finding in findings)
         for finding in findings:
@@ -88,6 +93,32 @@ def doctor(words: Sequence[str]) -> None:
                 output.say(f"  {'':<{width}}  {visible(finding.advice)}")
         num_missing = sum(finding.status == "missing" for finding in findings)
         output.finish({"ok": num_missing == 0, "num_missing": num_missing, "findings": list(map(asdict, findings))})
+
+
+def _model(name: str, output: Output) -> None:
+    """Print what the model `name` makes of texts and conversations; raise DataError if sampled tokens are not trained
+    ones.
+    """
+    from tunesmith.models.load import load_policy, load_reward_model
+    from tunesmith.rewards.model import ModelReward
+    from tunesmith.trainers.token_check import token_facts
+
+    try:
+        loaded = load_policy(name)
+    except ModelError as why_no_policy:
+        try:
+            reward = ModelReward(load_reward_model(name))
+        except ModelError:
+            raise why_no_policy from None
+        model, tokenizer, rewards = reward.model.model, reward.model.tokenizer, {reward.name: reward}
+    else:
+        model, tokenizer, rewards = loaded.model, loaded.tokenizer, {}
+    found = token_facts(model, tokenizer, rewards=rewards, draws=not rewards)
+    output.say(f"{name}, {model.num_parameters():,} parameters")
+    for fact, text in found.facts:
+        output.say(visible(f"  {fact:<12} {text}"))
+    output.finish({"ok": not found.problems, **asdict(found)})
+    found.check()
 
 
 def _cluster(folder: Path, output: Output) -> None:

@@ -122,7 +122,8 @@ def resolve(algorithm: str, options: _TrainOptions, unknown: Sequence[str]) -> "
 
 
 def _show(resolved: "Resolved", output: Output) -> None:
-    """Print the resolved recipe, the estimate and a data sample."""
+    """Print the resolved recipe, the estimate, a data sample and its tokens; raise DataError if a run would."""
+    from tunesmith.config.effects import ineffective
     from tunesmith.config.yaml_text import to_yaml
     from tunesmith.reports.text import duration, memory_size
     from tunesmith.trainers.run import preview
@@ -135,6 +136,11 @@ def _show(resolved: "Resolved", output: Output) -> None:
     output.say("by stage " + ", ".join(f"{stage} {memory_size(size_gb)}" for stage, size_gb in facts.stage_gb.items()))
     output.say(f"time     about {duration(facts.seconds)} for {facts.num_steps:,} steps")
     output.say(f"data     {facts.num_items:,} items, for example:\n{visible(facts.sample)}")
+    for one in ineffective(resolved.recipe, resolved.provenance):
+        output.say(f"no effect: {one.problem}")
+    output.say("\ntokens that are sampled, scored and trained")
+    for name, text in facts.tokens.facts:
+        output.say(visible(f"  {name:<12} {text}"))
     output.say("\ndry run: nothing was written")
     output.finish(
         {
@@ -143,6 +149,7 @@ def _show(resolved: "Resolved", output: Output) -> None:
             **asdict(facts),
         }
     )
+    facts.tokens.check()
 
 
 def report(result: "RunResult", output: Output) -> None:

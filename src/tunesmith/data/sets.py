@@ -1,6 +1,6 @@
 """Data of a trainer: rows read, checked, split into training and held-out, and encoded or measured in tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -38,10 +38,13 @@ from tunesmith.data.rows import BadRows, Item, RowError, Tally, is_heldout, usab
 from tunesmith.data.split import Leak, Split, leak_finding, leaks, prompt_key, split_by_prompt
 from tunesmith.data.tables import as_rows
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
-from tunesmith.schema.records import Finding, Judgement, Pair, Prompt, Ranking, plain_text
+from tunesmith.schema.records import Demonstration, Finding, Judgement, Pair, Prompt, Ranking, plain_text
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT", bound=Item)
+
+_NUM_FIRST = 8
+"""Prompts that are looked at before a run."""
 
 _log = get_logger(__name__)
 
@@ -78,12 +81,28 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Sets(Generic[T]):
-    """Training and held-out examples; `sample` is the first row as text."""
+    """Training and held-out examples; `sample` is the first row as text, `prompts` those of the first rows."""
 
     train: Sequence[T]
     heldout: Sequence[T]
     sample: str
+    prompts: Sequence[Prompt]
     facts: Facts
+
+    @property
+    def learnt(self) -> Iterable[LearntSequence]:
+        """The training examples as token ids, with those that are learnt; none of prompts, which are only sampled."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationSets(Sets[LearntSequence]):
+    """Encoded demonstrations."""
+
+    @property
+    def learnt(self) -> Iterable[LearntSequence]:
+        """The demonstrations."""
+        return self.train
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +122,13 @@ class PreferenceSets(Sets[Encoded]):
     train_prompts: Mapping[str, str]
     heldout_prompts: Mapping[str, str]
 
+    @property
+    def learnt(self) -> Iterable[LearntSequence]:
+        """What a reward model reads of each completion; its last token has the reward, and alone is learnt from."""
+        for item in self.train:
+            for ids in item.sequences:
+                yield LearntSequence(item.prompt_id, ids, (range(len(ids) - 1, len(ids)),))
+
 
 Unit = AnswerPair | AnswerLabel
 """A training example of a direct loss."""
@@ -117,6 +143,14 @@ class DirectSets(Sets[Unit]):
 
     answers: Sequence[Answer]
     num_ties: int
+
+    @property
+    def learnt(self) -> Iterable[LearntSequence]:
+        """The answers of the units, each behind its prompt."""
+        for unit in self.train:
+            for one in (self.answers[place] for place in unit.answers):
+                ids = one.prompt_ids + one.completion_ids
+                yield LearntSequence(unit.prompt_id, ids, (range(len(one.prompt_ids), len(ids)),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +249,8 @@ def prompt_sets(
     _check_not_empty(rows.train, "prompts", rows.heldout)
     lengths = [one.num_tokens for one in (*measured.train, *measured.heldout)]
     sample = f"prompt: {plain_text(rows.train[0].content)}"
-    return PromptSets(rows.train, rows.heldout, sample, facts, sum(lengths) / len(lengths))
+    mean_tokens = sum(lengths) / len(lengths)
+    return PromptSets(rows.train, rows.heldout, sample, rows.train[:_NUM_FIRST], facts, mean_tokens)
 
 
 def preference_sets(
@@ -257,7 +292,8 @@ def preference_sets(
         )
     expand = as_rankings if is_listwise else as_pairs
     prompts = ({item.prompt.id: prompt_key(item) for item in side} for side in (rows.train, rows.heldout))
-    return PreferenceSets(expand(encoded.train), expand(encoded.heldout), _sample(rows.train[0]), facts, *prompts)
+    train, heldout = expand(encoded.train), expand(encoded.heldout)
+    return PreferenceSets(train, heldout, _sample(rows.train[0]), _first_prompts(rows.train), facts, *prompts)
 
 
 def direct_sets(
@@ -300,7 +336,8 @@ def direct_sets(
         train, heldout = (with_mismatched(side, table, limit.max_tokens, seed) for side in (train, heldout))
     counted = [*rows.train, *rows.heldout] if facts.heldout_tally is None else rows.train
     num_ties = sum(pair.tie for item in counted if not isinstance(item, Judgement) for pair in pairs_of(item))
-    return DirectSets(train, heldout, _sample(rows.train[0]), facts, table.answers, num_ties)
+    sample, prompts = _sample(rows.train[0]), _first_prompts(rows.train)
+    return DirectSets(train, heldout, sample, prompts, facts, table.answers, num_ties)
 
 
 def demonstration_sets(
@@ -311,7 +348,7 @@ def demonstration_sets(
     given_heldout: Sequence[DemonstrationLike] | None = None,
     *,
     max_length: int | None = None,
-) -> Sets[LearntSequence]:
+) -> DemonstrationSets:
     """The demonstrations of `section`, or those given instead: split by prompt and encoded.
 
     Arguments and errors as in `preference_sets`.
@@ -324,7 +361,8 @@ def demonstration_sets(
     first = sides.rows.train[0]
     texts = {"prompt": plain_text(first.prompt.content), "completion": plain_text(first.completion)}
     sample = "\n".join(f"{name}: {text}" for name, text in texts.items() if text)
-    return Sets(encoded.train, encoded.heldout, sample, facts)
+    prompts = _first_prompts(sides.rows.train)
+    return DemonstrationSets(encoded.train, encoded.heldout, sample, prompts, facts)
 
 
 def _with_equal_columns(rows: Split[Prompt]) -> Split[Prompt]:
@@ -339,6 +377,10 @@ def _with_equal_columns(rows: Split[Prompt]) -> Split[Prompt]:
         return replace(prompt, columns={**dict.fromkeys(names), **prompt.columns})
 
     return Split([filled(one) for one in rows.train], [filled(one) for one in rows.heldout])
+
+
+def _first_prompts(rows: Sequence[Judgement | Pair | Ranking | Demonstration]) -> list[Prompt]:
+    return [row.prompt for row in rows[:_NUM_FIRST]]
 
 
 def _check_not_empty(train: Sequence[object], name: str, heldout: Sequence[object] = ()) -> None:

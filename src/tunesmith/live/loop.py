@@ -43,6 +43,7 @@ from tunesmith.trainers.api import Metrics, StepResult
 from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.signals import StopRequest, stop_signals
+from tunesmith.trainers.token_check import token_facts
 from tunesmith.trainers.work import Work
 
 _log = get_logger(__name__)
@@ -363,6 +364,7 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
             "no prompts are held out, so updates cannot be checked; give prompts.heldout_fraction a larger share, "
             "prompts.heldout_source a file, or set live.heldout_prompts_per_round to 0"
         )
+    token_facts(model, tokenizer, found.prompts).check()
     identity = {
         "the model": fingerprint_of_tensors(model),
         "the prompts": fingerprint_of_rows((one.id, one.content) for one in (*found.train, *found.heldout)),

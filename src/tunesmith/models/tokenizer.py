@@ -56,8 +56,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[i
     """Token ids of a prompt, to be continued by a completion.
 
     Token ids of the prompt are kept. Text is encoded as is, with a leading special token only if the tokenizer adds
-    one; empty text becomes the begin-of-sequence token. Messages are rendered with the generation prompt; if the last
-    message is the assistant's, it is continued.
+    one and the text does not begin with it; empty text becomes the begin-of-sequence token. Messages are rendered with
+    the generation prompt; if the last message is the assistant's, it is continued.
 
     Raises:
         DataError: the prompt has no tokens.
@@ -358,9 +358,28 @@ def _encode_parts(
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """The ids of a text as the tokenizer begins it, without an end-of-sequence token that it appends."""
-    ids = tuple(tokenizer(text)["input_ids"])
+    ids = encode_marked(tokenizer, text)
     adds_eos = bool(ids) and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token))
     return ids[:-1] if adds_eos else ids
+
+
+def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """The ids of a text with the special tokens that the tokenizer puts around it, but for a token at its beginning or
+    end that the text has there already: what a chat template wrote begins with its own begin-of-sequence token.
+    """
+    ids = tuple(tokenizer(text)["input_ids"])
+    first = [str(token) for token in (tokenizer.bos_token, tokenizer.cls_token) if token]
+    last = [str(token) for token in (tokenizer.eos_token, tokenizer.sep_token) if token]
+    if not text.startswith(tuple(first)) and not text.endswith(tuple(last)):
+        return ids
+    own = _encode_rendered(tokenizer, text)
+    start = next((at for at in range(len(ids) - len(own) + 1) if ids[at : at + len(own)] == own), None)
+    if start is None:
+        return ids
+    before, after = ids[:start], ids[start + len(own) :]
+    before = () if own[: len(before)] == before else before
+    after = () if after and own[-len(after) :] == after else after
+    return before + own + after
 
 
 def _encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

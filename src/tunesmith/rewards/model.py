@@ -17,6 +17,7 @@ from tunesmith.models.conversation import is_continued
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import (
     PreTrainedTokenizerBase,
+    encode_marked,
     end_token_id,
     ending_ids,
     same_vocabulary,
@@ -81,7 +82,7 @@ class ModelReward:
 
     def outcomes(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
         """The reward of each sample, or why it has none: its sequence is too long, or its reward not finite."""
-        sequences = [self._encode(sample) for sample in samples]
+        sequences = [self.encode(sample) for sample in samples]
         outcomes: list[Outcome] = [None] * len(samples)
         fitting = [place for place, ids in enumerate(sequences) if len(ids) <= self._max_tokens]
         for place in set(range(len(samples))).difference(fitting):
@@ -111,7 +112,12 @@ class ModelReward:
                     rewards[index] = reward
         return rewards
 
-    def _encode(self, sample: Sample) -> tuple[int, ...]:
+    def encode(self, sample: Sample) -> tuple[int, ...]:
+        """The token ids that are scored of `sample`: those of the rollout, or of its text encoded again.
+
+        Raises:
+            InputError: the chat template refuses it.
+        """
         if self.scores_token_ids and (self._same_template or not sample.prompt.is_conversational):
             return self._closed(sample)
         tokenizer = self.model.tokenizer
@@ -121,7 +127,7 @@ class ModelReward:
         content = sample.prompt.content
         separator = "" if isinstance(content, str) or is_continued(content) else "\n"
         text = plain_text(content) + separator + sample.completion.text
-        return tuple(tokenizer(text)["input_ids"])  # type: ignore[arg-type]
+        return encode_marked(tokenizer, text)
 
     def _closed(self, sample: Sample) -> tuple[int, ...]:
         ids = sample.prompt_token_ids + sample.completion.token_ids

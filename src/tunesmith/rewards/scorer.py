@@ -153,9 +153,14 @@ class Scorer:
 
     @property
     def models(self) -> dict[str, RewardModel]:
+        """The models of `model_rewards`, by name."""
+        return {name: reward.model for name, reward in self.model_rewards.items()}
+
+    @property
+    def model_rewards(self) -> dict[str, ModelReward]:
         """The rewards that are models, by name."""
         rewards = zip(self.names, self._rewards, strict=True)
-        return {name: reward.model for name, reward in rewards if isinstance(reward, ModelReward)}
+        return {name: reward for name, reward in rewards if isinstance(reward, ModelReward)}
 
     def ahead(self, num_groups: int, group_size: int, state: TrainerState) -> Ahead | None:
         """An `Ahead` that scores groups as they end, to be passed to `score`. None without `while_drawing`."""

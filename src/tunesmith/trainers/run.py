@@ -47,6 +47,7 @@ from tunesmith.trainers.reward import RewardTask
 from tunesmith.trainers.rollouts import PolicyLearner, PolicyTask, sampling_params
 from tunesmith.trainers.session import Job, Session, open_session, require_space
 from tunesmith.trainers.sft import SFTTask
+from tunesmith.trainers.token_check import TokenFacts, token_facts
 from tunesmith.trainers.work import Work, announce_time, trial, trial_engine
 
 _log = get_logger(__name__)
@@ -176,6 +177,7 @@ def lead(
     """
     device = setup.prepare(cfg)
     task = task_of(cfg, inputs, device, algorithm)
+    tokens_of(task).check()
     cost = cost_of(cfg, task, task.estimate()) if progress else Work()  # before the model is divided among ranks
     learner = task.build()
     estimate = task.estimate()
@@ -350,10 +352,20 @@ def cost_of(cfg: Recipe, task: Any, estimate: Estimate) -> Work:
     return trial(policy, work.rows, engine, sampling, work.num_slots, optimizer=cfg.optimizer) * (1 / num_ranks())
 
 
+def tokens_of(task: Any) -> TokenFacts:
+    """What the task samples, scores and trains, as token ids."""
+    if isinstance(task, RewardTask):
+        model, data = task.model, task.data
+        return token_facts(model.model, model.tokenizer, data.prompts, data.learnt, draws=False)
+    loaded, data = task.loaded, task.data
+    rewards = task.scorer.model_rewards if isinstance(task, PolicyTask) else {}
+    return token_facts(loaded.model, loaded.tokenizer, data.prompts, data.learnt, rewards)
+
+
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """Size of the model, memory in GB by part and by stage, number of data rows, the first of them as text, and about
-    how long the steps take.
+    """Size of the model, memory in GB by part and by stage, number of data rows, the first of them as text, about how
+    long the steps take, and the tokens of the first rows, whose problems a run would raise.
     """
 
     model: str
@@ -364,6 +376,7 @@ class Preview:
     sample: str
     num_steps: int
     seconds: float
+    tokens: TokenFacts
 
 
 def preview(cfg: Recipe) -> Preview:
@@ -382,4 +395,4 @@ def preview(cfg: Recipe) -> Preview:
     sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
     work = estimate.work.preparation + estimate.work.remaining(task.num_steps, cfg.run.eval_every)
     seconds = work.seconds(cost_of(cfg, task, estimate)) + ending_s(estimate, cfg)
-    return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds)
+    return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds, tokens_of(task))
