@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
+from transformers.integrations.neftune import activate_neftune
 from trl.trainer.utils import add_fused_lm_head
 
 from tunesmith.integrations.trl.model import (
@@ -118,7 +119,7 @@ def test_an_unknown_family_is_computed_by_trl_and_named_once(caplog: pytest.LogC
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("change", ["dropout", "hook", "forward"])
+@pytest.mark.parametrize("change", ["dropout", "hook", "forward", "neftune"])
 def test_a_part_that_only_its_own_forward_computes_is_left_to_trl(change: str, caplog: pytest.LogCaptureFixture):
     model = tiny_model("gpt2" if change == "dropout" else "llama").model
     if change == "dropout":
@@ -126,6 +127,8 @@ def test_a_part_that_only_its_own_forward_computes_is_left_to_trl(change: str, c
         model.train()
     elif change == "hook":
         model.model.layers[0].register_forward_hook(lambda *_: None)
+    elif change == "neftune":  # which reads the number of rows from the embedding's output: a traceback, issue 45.26
+        activate_neftune(model, 5.0)
     else:
         model.model.norm.forward = nn.Identity().forward
     models = LiveModels()

@@ -121,6 +121,8 @@ def objection(model: nn.Module) -> str:
             return f"the forward of {name} was replaced"
         if has_hooks and not isinstance(part, nn.Linear | nn.Embedding):
             return f"{name or type(part).__name__} has forward hooks"
+        if has_hooks and hasattr(part, "neftune_noise_alpha"):
+            return "neftune_noise_alpha adds noise to the embeddings of padded rows"
         if part.training and _dropout(part) and "lora_dropout" not in name:
             return f"{name} has a dropout of {_dropout(part):g}; set it to 0 (in GRPOConfig: disable_dropout=True)"
     return ""
