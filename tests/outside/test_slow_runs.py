@@ -435,3 +435,30 @@ def test_what_cannot_be_planted_here_is_judged_by_call_and_stack(
     """Name servers, swap, network disks and GPUs make runs wait, too. Reported: issue 45.27."""
     library = [Call(f"/usr/lib/python3/{file}", 1, function, text) for file, function, text in calls]
     assert kind_of(does, target, [*library, Call("/home/ann/grpc/requests/reward.py", 3, "score", "f(x)")]) == kind
+
+
+COLLECTS = """
+import gc, threading
+from tunesmith.profiling.stacks import current_frames
+
+ended = threading.Event()
+threads = [threading.Thread(target=ended.wait, daemon=True) for _ in range(50)]
+for thread in threads:
+    thread.start()
+gc.collect()
+gc.set_threshold(40)  # the frames of these threads begin a collection
+row = [threading.local()]
+row[0].value = 1
+row.append(row)
+del row
+print(len(current_frames()))
+ended.set()
+"""
+
+
+def test_stacks_are_read_while_garbage_with_thread_locals_is_left() -> None:
+    """A training stopped for ever where its stacks were read: `sys._current_frames` waits for itself if a collection
+    frees a `threading.local` meanwhile. Reported: python/cpython#106883.
+    """
+    done = subprocess.run([sys.executable, "-c", COLLECTS], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) == 51

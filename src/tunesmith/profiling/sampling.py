@@ -1,7 +1,6 @@
 """A thread that looks at the process every few milliseconds: Python's stack, memory, time of each thread, the GIL."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.core.trace import Watcher
 from tunesmith.profiling.sampler.api import Sampler as GILSampler
 from tunesmith.profiling.sampler.api import has_lock
+from tunesmith.profiling.stacks import current_frames
 from tunesmith.runs.environment import rss_gb
 
 STACK_PERIOD_S = 0.005
@@ -81,7 +81,7 @@ class Sampler(Watcher):
                 self._count()
 
     def _look(self) -> None:
-        frame, codes = sys._current_frames().get(self._main), list[CodeType]()
+        frame, codes = current_frames().get(self._main), list[CodeType]()
         while frame is not None:
             codes.append(frame.f_code)
             frame = frame.f_back

@@ -5,6 +5,7 @@ what a wait was for are made of that between the steps, for the few places that 
 """
 
 import asyncio
+import gc
 import itertools
 import linecache
 import os
@@ -96,6 +97,21 @@ class Place:
         return row
 
 
+def current_frames() -> dict[int, FrameType]:
+    """The frame of each thread by its identity, without garbage collection meanwhile.
+
+    `sys._current_frames` holds a lock of the interpreter while it makes the frames. A collection that begins there and
+    frees a `threading.local` waits for the same lock, for ever (CPython 3.11 and earlier, gh-106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
 class Stacks:
     """Counts where the thread that makes it is, in the stage `path`."""
 
@@ -108,7 +124,7 @@ class Stacks:
 
     def look(self, what: int, descriptor: int, ns: int) -> None:
         """Count `ns` nanoseconds for what the thread does now; see `sampler.api.Look`."""
-        frames = sys._current_frames()
+        frames = current_frames()
         frame = frames.get(self._trainer)
         if frame is None:
             return
