@@ -93,7 +93,8 @@ def test_a_cause_is_planted_in_a_real_run_and_its_advice_followed(tmp_path: Path
 
 def test_finished_cases_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "planted.json"
-    rows = [row(cause=name, variant=variant) for name in NAMES for variant in VARIANTS]
+    names = (*NAMES, *(cause.name for cause in SEEN))
+    rows = [row(cause=name, variant=variant) for name in names for variant in VARIANTS]
     healthy = [{"run": name, "causes": {}} for name in HEALTHY]
     out.write_text(json.dumps({"rows": rows, "healthy": healthy}))
     assert main(["--out", str(out), "--quiet"]) == 0

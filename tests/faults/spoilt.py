@@ -26,6 +26,8 @@ from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import best_of_n, distill, dpo, grpo, ppo, reward, sft
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.resume import resume
 
 LEARNERS = {
     "sft": sft.SFT,
@@ -62,19 +64,35 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+SPOILS: list[Spoil] = []
+"""What `scored` calls with the index of each step."""
+
+
+def scored(completion_ids: Sequence[Sequence[int]], trainer_state: Any = None, **_: object) -> list[float]:
+    """The scores of `noisy`."""
+    if trainer_state is not None:
+        for spoil in SPOILS:
+            spoil(trainer_state.global_step)
+    return noisy(completion_ids)
+
+
+scored.__name__ = noisy.__name__  # names of metrics
+
+
 def train_and(folder: Path, spoil: Spoil) -> Path:
     """As `train("ppo", folder)`, but the reward calls `spoil` with the index of each step; its scores stay the same."""
     heldout = {"heldout_fraction": 0.3}
     kl = {"coef": 0.1, "target": 1.0, "horizon": 50}
     cfg = ppo_recipe(folder, run={**EVERY, "dir": str(folder)}, prompts=heldout, ppo={"kl": kl})
 
-    def scored(completion_ids: Sequence[Sequence[int]], trainer_state: Any = None, **_: object) -> list[float]:
-        if trainer_state is not None:
-            spoil(trainer_state.global_step)
-        return noisy(completion_ids)
-
-    scored.__name__ = noisy.__name__
+    SPOILS[:] = [spoil]
     return training(cfg, prompts=PROMPTS, rewards=[scored]).run_dir
+
+
+def go_on_unspoilt(run_dir: Path) -> Path:
+    """The run of `train_and` in `run_dir`, resumed to its end with the same reward, which calls nothing any more."""
+    SPOILS.clear()
+    return resume(run_dir, inputs=Inputs(prompts=PROMPTS, rewards=[scored]), progress=False).run_dir
 
 
 def train_on_a_small_disk(folder: Path, num_bytes: int, until: int) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from jobs import NUM_STEPS, forked, go_on, outcome, the_run, train
-from spoilt import train_with_saves_that_wait_for_the_next_step
+from spoilt import go_on_unspoilt, train_with_saves_that_wait_for_the_next_step
 
 from tunesmith.runs.checkpoint import list_steps, load
 
@@ -42,7 +42,7 @@ def test_a_kill_before_it_is_on_disk_leaves_the_older_one(tmp_path: Path, uninte
     assert forked(train_with_saves_that_wait_for_the_next_step, runs, tmp_path / "log", 6) == KILLED
     run_dir = the_run(runs)
     assert list_steps(run_dir / "checkpoints") == [2, 4]
-    assert forked(go_on, run_dir) == 0
+    assert forked(go_on_unspoilt, run_dir) == 0
     assert outcome(run_dir) == uninterrupted("ppo")
 
 

@@ -9,6 +9,7 @@ import pytest
 from jobs import forked, go_on, outcome, the_run, train
 from spoilt import (
     findings,
+    go_on_unspoilt,
     told,
     train_in_a_read_only_folder,
     train_on_a_small_disk,
@@ -72,7 +73,7 @@ def test_a_log_that_cannot_be_written_ends_the_run_and_a_resume_is_exact(
     (run_dir / log).unlink()
     (runs / log).rename(run_dir / log)  # there is room again
     assert list_steps(run_dir / "checkpoints")[-1] == 6
-    assert forked(go_on, run_dir) == 0
+    assert forked(go_on_unspoilt, run_dir) == 0
     assert outcome(run_dir) == uninterrupted("ppo")
 
 

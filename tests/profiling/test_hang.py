@@ -188,7 +188,7 @@ def test_c_code_that_holds_the_interpreters_lock_is_named_from_outside_and_by_th
 
 def test_a_lock_that_was_held_and_is_free_again_is_a_finding(tmp_path: Path) -> None:
     code = HOLDS_THE_LOCK_FOR_A_WHILE.format(done=tmp_path / "done")
-    with training(tmp_path, code, "--run.hang_after_s", "0.5") as (process, run_dir):
+    with training(tmp_path, code, "--run.hang_after_s", "2") as (process, run_dir):
         process.join(LIMIT_S)
         assert process.exitcode == 0
     messages = [str(row["message"]) for row in read_jsonl(run_dir / "findings.jsonl") if row["name"] == "hang"]

@@ -37,7 +37,7 @@ def test_the_facts_of_a_run_are_those_in_its_files(client, run):
     assert facts["findings"] == [["4", "warning", "kl", "high"]]
     assert facts["status"] == "finished" and ["minutes", "2"] in facts["result"]
     assert facts["commands"]["why slow"] == f"tunesmith diagnose {run}"
-    assert "step" in facts["verdict"]
+    assert "of the run" in facts["verdict"]
     assert dict(facts["files"])["provenance.json"] == (run / "provenance.json").stat().st_size
 
 

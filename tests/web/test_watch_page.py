@@ -181,7 +181,7 @@ def test_the_page_is_accessible_and_fits_its_screen(watch, trainer):
         trainer.add_metrics(step, {"reward": 0.1, "kl": 0.1, "lr": 0.1, "time/rollout_s": 2.0, "eval/reward": 0.2})
     page = watch()
     label(page, "reward", "step 3")
-    page.locator("#more summary").click()
+    page.get_by_text("More charts").click()
     page.locator("#all-metrics summary").click()
     page.locator("#metric-rows tr").first.wait_for()
     for width, _ in looks(page):

@@ -55,7 +55,7 @@ def test_a_hidden_tab_lets_go_of_the_stream_and_catches_up_when_it_is_seen_again
     for step in (2, 3):
         trainer.add_metrics(step, {"reward": float(step)})
         label(second, "reward", f"step {step}")
-    assert "step 1" in first.locator("#chart-reward svg").get_attribute("aria-label")
+    assert "step 1" in first.locator("#chart-reward svg.plot").get_attribute("aria-label")
     hide(first, False)
     label(first, "reward", "reward 3 at step 3")
     assert num_drawn(first, "reward") == 3

@@ -98,7 +98,7 @@ class Place:
 
 
 def current_frames() -> dict[int, FrameType]:
-    """The frame of each thread by its identity, without garbage collection meanwhile.
+    """The frame of each other thread by its identity, without garbage collection meanwhile.
 
     `sys._current_frames` holds a lock of the interpreter while it makes the frames. A collection that begins there and
     frees a `threading.local` waits for the same lock, for ever (CPython 3.11 and earlier, gh-106883).
@@ -106,10 +106,12 @@ def current_frames() -> dict[int, FrameType]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames()
+        frames = sys._current_frames()
     finally:
         if collects:
             gc.enable()
+    del frames[threading.get_ident()]  # the caller's, a cycle that would keep all of them, and what they compute with
+    return frames
 
 
 class Stacks:

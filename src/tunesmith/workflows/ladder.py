@@ -261,7 +261,8 @@ def short_run(level: Level, options: LadderOptions) -> tuple[PolicyRecipe, Seque
 
 
 def _policy_recipe(algorithm: str, values: Mapping[str, object]) -> PolicyRecipe:
-    loaded = load_recipe(algorithm, overrides=values).recipe
+    origins = dict.fromkeys(values, "ladder")  # a technique may be left out where it has no effect
+    loaded = load_recipe(algorithm, overrides=values, origins=origins).recipe
     assert isinstance(loaded, PolicyRecipe)
     return loaded
 
