@@ -82,7 +82,7 @@ def test_any_run_can_be_watched_while_it_writes(visit, tmp_path):
         page.goto(said["login_url"])
         page.wait_for_url("**/runs/*")
         label(page, "reward", "reward 0.3 at step 3")
-        page.get_by_text("The run has stopped.").wait_for()
+        page.get_by_text("The run has failed.").wait_for()  # nobody trains, and there is no checkpoint to go on from
         write(4)
         label(page, "reward", "reward 0.4 at step 4")
         (run / "result.json").write_text("{}")
