@@ -149,7 +149,7 @@ $("algorithms-dialog")?.addEventListener("close", ({ target }) => target.returnV
 const given = new URLSearchParams(location.search);
 if (given.get("algorithm")) $("algorithm").append(new Option(given.get("algorithm")));
 for (const name of FILTERS) {
-  $(name).value = given.get(name) ?? "";
+  $(name).value ||= given.get(name) ?? ""; // somebody may have typed before this ran
   $(name).addEventListener("input", filter);
 }
 $("filters").addEventListener("submit", (event) => event.preventDefault());
