@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import gc
 import json
 import logging
 import multiprocessing
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +33,7 @@ from tunesmith.core.trace import span, trace
 from tunesmith.profiling.diagnosis import Diagnosis, diagnose
 from tunesmith.profiling.facts import read_facts
 from tunesmith.profiling.meter import metering
+from tunesmith.profiling.stacks import Stacks
 from tunesmith.profiling.waits import (
     DEVICE,
     FAULT,
@@ -462,3 +465,23 @@ def test_stacks_are_read_while_garbage_with_thread_locals_is_left() -> None:
     """
     done = subprocess.run([sys.executable, "-c", COLLECTS], capture_output=True, text=True, timeout=120, check=True)
     assert int(done.stdout) == 50
+
+
+def test_what_a_step_computed_with_is_freed_where_stacks_were_read() -> None:
+    """Frames that were read keep the tensors of the training thread until the next collection, and crashed it.
+    Reported: issue 45.27.
+    """
+    stacks = Stacks()
+
+    def step() -> "weakref.ref[object]":
+        activations = {1, 2, 3}
+        looks = threading.Thread(target=stacks.look, args=(RUNS, -1, 1_000_000))
+        looks.start()
+        looks.join()
+        return weakref.ref(activations)
+
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
