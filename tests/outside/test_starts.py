@@ -174,6 +174,9 @@ def test_a_row_that_ends_where_generation_does_not_stop(tmp_path: Path) -> None:
     message = r"row demonstrations\[1\] ends with <\|im_start\|> \(1\), at which generation does not stop"
     with pytest.raises(DataError, match=message):
         train.sft(demonstrations=rows, **given)
+    cut = {"demonstrations.max_tokens": 14, "demonstrations.truncate": "right", "demonstrations.loss_on": "all"}
+    result = train.sft(demonstrations=rows[:1], **given, **cut)  # its end is cut off behind such a token
+    assert len(result.metrics) == 1
 
 
 def test_a_reward_model_that_does_not_see_the_answer(tmp_path: Path) -> None:

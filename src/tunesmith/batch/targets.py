@@ -4,7 +4,7 @@ Shape legend: T tokens of all sequences of a micro-batch, one sequence after the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,7 +13,8 @@ from tunesmith.core.seeds import derive, items_at, permutation
 
 @dataclass(frozen=True, slots=True)
 class LearntSequence:
-    """Token ids, and the ranges of those that a model is to predict: ascending, apart, and none at index 0.
+    """Token ids, and the ranges of those that a model is to predict: ascending, apart, and none at index 0. `is_cut`: the
+    end was cut off.
 
     Example: the prompt (72, 105) and the completion (97, 2) are `ids=(72, 105, 97, 2)`, `spans=(range(2, 4),)`.
     """
@@ -21,6 +22,7 @@ class LearntSequence:
     id: str
     ids: tuple[int, ...]
     spans: tuple[range, ...]
+    is_cut: bool = field(default=False, repr=False)  # the hash of rows, which a resumed run finds again, is without it
 
     @property
     def num_learnt(self) -> int:
@@ -35,7 +37,8 @@ class LearntSequence:
     def cut(self, max_tokens: int) -> "LearntSequence":
         """The first `max_tokens` tokens, and what is learnt of them, perhaps nothing."""
         spans = [range(span.start, min(span.stop, max_tokens)) for span in self.spans]
-        return LearntSequence(self.id, self.ids[:max_tokens], tuple(span for span in spans if len(span)))
+        is_cut = self.is_cut or len(self.ids) > max_tokens
+        return LearntSequence(self.id, self.ids[:max_tokens], tuple(span for span in spans if len(span)), is_cut)
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,7 @@ def follow(cfg: Recipe, inputs: Inputs, algorithm: type[PolicyLearner] | None) -
     """The run as a rank above 0 makes it: it computes its share of what rank 0 orders, and writes nothing."""
     device = setup.prepare(cfg)
     task = task_of(cfg, inputs, device, algorithm)
+    tokens_of(task).check()
     learner = task.build()
     agreed(task.prepare(learner, False))
     result: Any = None

@@ -182,7 +182,8 @@ def _endless_rows(
     """The first row of each special token that ends what is learnt and at which generation does not stop."""
     special, found = special_token_ids(tokenizer).difference(stops), set[int]()
     for sequence in learnt:
-        last = sequence.ids[sequence.spans[-1].stop - 1] if sequence.spans else None
+        ends = sequence.spans and not sequence.is_cut
+        last = sequence.ids[sequence.spans[-1].stop - 1] if ends else None
         if last in special and last not in found:
             found.add(last)
             yield _does_not_stop(tokenizer, f"row {sequence.id} ends", last)
