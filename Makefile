@@ -56,13 +56,14 @@ demo: $(STAMP)
 
 # Many tests start processes, which are to find compiled modules even where the environment forbids to keep them. Threads
 # that spin while they wait would take the cores from the other processes. All tests of a file go to one process, which
-# makes their fixtures once, in the order of tests/conftest.py.
+# makes their fixtures once, in the order of tests/conftest.py. A worker that crashed ends the run: a new one would get no
+# tests, and the others would wait for it for ever.
 test: export PYTHONDONTWRITEBYTECODE =
 test: export HF_HUB_OFFLINE = 1
 test: export OMP_NUM_THREADS ?= 1
 test: export GOMP_SPINCOUNT ?= 0
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-install:
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/wheel_check.sh
