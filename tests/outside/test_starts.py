@@ -91,6 +91,16 @@ def test_a_dry_run_names_a_package_that_is_missing(
         dry_run(tmp_path, reward="length", **keys)
 
 
+def test_a_dry_run_says_that_the_rollout_server_does_not_answer(tmp_path: Path) -> None:
+    """It was clean, and the run then waited for minutes. Reported: issue 45.26."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n', encoding="utf-8")
+    given = {"model": "tiny:llama", "prompts": str(tmp_path / "prompts.jsonl"), "reward": "length"}
+    server = {"rollout.backend": "vllm", "rollout.server_url": "http://127.0.0.1:9", "rollout.max_new_tokens": 4}
+    found = preview(load_recipe("grpo", overrides={**given, **server, "run.dir": str(tmp_path / "runs")}).recipe)
+    assert found.server.startswith("the server http://127.0.0.1:9 does not answer: GET /v1/models: ")
+    assert found.server.endswith("a run waits for it for 300 s (rollout.server_timeout_s)")
+
+
 def test_evaluations_without_held_out_data_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`eval_every` did nothing, in silence. Reported: issue 45.8."""
     dry_run(tmp_path, reward="length", **{"run.eval_every": 2})

@@ -13,8 +13,8 @@ from tunesmith.core.seeds import derive, items_at, permutation
 
 @dataclass(frozen=True, slots=True)
 class LearntSequence:
-    """Token ids, and the ranges of those that a model is to predict: ascending, apart, and none at index 0. `is_cut`: the
-    end was cut off.
+    """Token ids, and the ranges of those that a model is to predict: ascending, apart, and none at index 0. `is_cut`:
+    the end was cut off.
 
     Example: the prompt (72, 105) and the completion (97, 2) are `ids=(72, 105, 97, 2)`, `spans=(range(2, 4),)`.
     """

@@ -136,6 +136,8 @@ def _show(resolved: "Resolved", output: Output) -> None:
     output.say("by stage " + ", ".join(f"{stage} {memory_size(size_gb)}" for stage, size_gb in facts.stage_gb.items()))
     output.say(f"time     about {duration(facts.seconds)} for {facts.num_steps:,} steps")
     output.say(f"data     {facts.num_items:,} items, for example:\n{visible(facts.sample)}")
+    if facts.server:
+        output.say(visible(facts.server))
     for one in ineffective(resolved.recipe, resolved.provenance):
         output.say(f"no effect: {one.problem}")
     output.say("\ntokens that are sampled, scored and trained")

@@ -30,6 +30,7 @@ from tunesmith.models.language_model import model_of_recipe
 from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import moment_bytes
 from tunesmith.rollout.remote.in_process import vllm_library
+from tunesmith.rollout.remote.server import Server
 from tunesmith.rollout.workers.actors import ray_library
 from tunesmith.runs import checkpoint
 from tunesmith.runs.environment import peak_rss_gb
@@ -49,6 +50,9 @@ from tunesmith.trainers.session import Job, Session, open_session, require_space
 from tunesmith.trainers.sft import SFTTask
 from tunesmith.trainers.token_check import TokenFacts, token_facts
 from tunesmith.trainers.work import Work, announce_time, trial, trial_engine
+
+_ANSWER_S = 10.0
+"""Seconds that `preview` waits for a rollout server."""
 
 _log = get_logger(__name__)
 
@@ -366,7 +370,8 @@ def tokens_of(task: Any) -> TokenFacts:
 @dataclass(frozen=True, slots=True)
 class Preview:
     """Size of the model, memory in GB by part and by stage, number of data rows, the first of them as text, about how
-    long the steps take, and the tokens of the first rows, whose problems a run would raise.
+    long the steps take, the tokens of the first rows, whose problems a run would raise, and why its rollout server does
+    not answer now, for which a run would wait.
     """
 
     model: str
@@ -378,6 +383,7 @@ class Preview:
     num_steps: int
     seconds: float
     tokens: TokenFacts
+    server: str
 
 
 def preview(cfg: Recipe) -> Preview:
@@ -396,4 +402,15 @@ def preview(cfg: Recipe) -> Preview:
     sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
     work = estimate.work.preparation + estimate.work.remaining(task.num_steps, cfg.run.eval_every)
     seconds = work.seconds(cost_of(cfg, task, estimate)) + ending_s(estimate, cfg)
-    return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds, tokens_of(task))
+    tokens, server = tokens_of(task), _absent_server(cfg)
+    return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds, tokens, server)
+
+
+def _absent_server(cfg: Recipe) -> str:
+    """Why the rollout server of a recipe does not answer now; empty if it does, or if there is none."""
+    if not isinstance(cfg, SamplingRecipe) or cfg.rollout.backend != "vllm" or cfg.rollout.server_url is None:
+        return ""
+    server = Server(cfg.rollout.server_url, timeout_s=_ANSWER_S, num_slots=1)
+    why = server.absence()
+    wait = f"a run waits for it for {cfg.rollout.server_timeout_s:g} s (rollout.server_timeout_s)"
+    return f"{server.name} does not answer: {why}; {wait}" if why else ""

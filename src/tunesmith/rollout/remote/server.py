@@ -50,6 +50,14 @@ class Server:
         self._model = ""
         self._open: set[HTTPConnection] = set()
 
+    def absence(self) -> str:
+        """Why the server does not answer now, or empty. Raises RefusedError if it refuses, as without its key."""
+        try:
+            self._call("GET", "/v1/models")
+        except TransientError as error:
+            return str(error)
+        return ""
+
     def push(self, folder: Path, version: str) -> None:
         """See `Connection.push`. Uses our worker extension, else the server's own way to reload a folder."""
         models = self._call("GET", "/v1/models")
