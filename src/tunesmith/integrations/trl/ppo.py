@@ -89,7 +89,7 @@ class SampledIdsReward(ModelReward):
                 scored.outcomes[place] = outcome - self._penalty
         return scored
 
-    def _encode(self, sample: Sample) -> tuple[int, ...]:
+    def encode(self, sample: Sample) -> tuple[int, ...]:
         return sample.prompt_token_ids + sample.completion.token_ids
 
 
