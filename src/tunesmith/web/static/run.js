@@ -23,6 +23,7 @@ async function refresh() {
     if (error instanceof Refused && error.status === 404 && $("asked")) $("asked").textContent = "This run was deleted.";
     return;
   }
+  if ($("label")) $("label").disabled = false; // a click before would do nothing
   showJobState({ status: facts.status, state: facts.job?.state, ask: refreshSoon });
   if (CHANGING.includes(facts.job?.state)) refreshSoon();
   if (JSON.stringify(facts) === last) return;
@@ -138,7 +139,6 @@ if ($("stop")) {
   for (const [id, act] of [["stop", stop], ["resume", resume], ["label", saveLabels], ["delete", deleteRun]]) {
     const dialog = $(`${id}-dialog`);
     $(id).addEventListener("click", () => {
-      if (!facts) return;
       $("resume-steps").value = facts.steps ?? "";
       const { title, note, tags } = facts.labels;
       [$("label-name").value, $("label-note").value, $("label-tags").value] = [title, note, tags.join(", ")];
