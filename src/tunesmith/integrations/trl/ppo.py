@@ -90,6 +90,7 @@ class SampledIdsReward(ModelReward):
         return scored
 
     def encode(self, sample: Sample) -> tuple[int, ...]:
+        """The prompt and the completion as they were drawn."""
         return sample.prompt_token_ids + sample.completion.token_ids
 
 
