@@ -8,7 +8,7 @@ see the answer.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from tunesmith.batch.rollout import Completion
 from tunesmith.batch.targets import LearntSequence
@@ -94,7 +94,7 @@ def token_facts(
     if draws:
         kinds = {one.is_conversational for one in prompts}
         problems += _endless(tokenizer, stops, kinds)
-        problems += _endless_rows(tokenizer, stops, (*first_learnt, *learnt))
+        problems += _endless_rows(tokenizer, stops, chain(first_learnt, learnt))
     for prompt in (one for one in prompts if one.content):
         answer, problem = _answered(tokenizer, prompt)
         if problem and is_trained_on_text:
