@@ -14,6 +14,8 @@ EXTRAS ?= dev
 WORKERS ?= 3
 PYTEST_ARGS ?=
 
+GPU_TESTS := tests/kernels/triton tests/kernels/advance tests/rollout/test_device_engine.py \
+	tests/rollout/test_device_triton.py tests/batch/test_upload.py tests/trainers/test_gpu.py
 BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -23,7 +25,7 @@ TUNESMITH_DATA ?= $(abspath ../shared/data)
 export TUNESMITH_DATA
 endif
 
-.PHONY: help .venv demo test test-install test-slow bench docs lint format clean
+.PHONY: help .venv demo test test-install test-gpu test-slow bench docs lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +33,7 @@ help:
 	@echo "make demo       votes -> reward model -> PPO -> before and after, on a real language model"
 	@echo "make test       the tests, without those that take minutes"
 	@echo "make test-install  the wheel without the extra dev trains and serves, in an environment of its own"
+	@echo "make test-gpu   the tests of kernels, engine and trainers on the GPU of this machine"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make bench      votes and kernels against plain torch and a copy, written to benchmarks/"
 	@echo "make docs       the documentation, warnings are errors; docs/_build/html/index.html"
@@ -67,6 +70,12 @@ test: $(STAMP)
 
 test-install:
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/wheel_check.sh
+
+# Elsewhere these tests run on the CPU, Triton's kernels in its interpreter.
+test-gpu: export TUNESMITH_TEST_GPU = 1
+test-gpu: export HF_HUB_OFFLINE = 1
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(GPU_TESTS) $(PYTEST_ARGS)
 
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: $(STAMP)

@@ -76,7 +76,8 @@ class Case:
     `num_bytes` is what it must read and write at least, `num_flops` its multiplications and additions where they are
     the bound; `max_error` the distance to its definition in float64 (`error_of`), at most `tolerance`. `variants` are
     other ways of ours; `liger` is Liger's kernel where it can run. `compiles` is false where torch.compile has nothing
-    to work on, or would unroll a loop for minutes; `by_wall` is true where part of the work is the processor's.
+    to work on, or would unroll a loop for minutes; `by_wall` is true where part of the work is the processor's, and
+    `by_graph` where the engine replays it in a CUDA graph, so that a launch costs next to nothing.
     """
 
     ours: Work
@@ -93,6 +94,7 @@ class Case:
     liger: Work | None = None
     compiles: bool = True
     by_wall: bool = False
+    by_graph: bool = False
 
 
 def error_of(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:

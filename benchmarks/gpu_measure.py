@@ -3,6 +3,7 @@
 import importlib.util
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -160,6 +161,28 @@ class Clock:
         return lambda: buffer.sum()
 
 
+def captured(work: Work) -> Work:
+    """`work`, which is warm and does not wait for the device, as one launch of a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def longest_kernels(work: Work, device: torch.device, most: int = 20) -> dict[str, float]:
+    """Milliseconds on the device in one call of `work`, which is warm, by kernel, the longest first; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        Clock(device).wait()
+    totals: Counter[str] = Counter()
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
+            totals[event.name[:100]] += event.time_range.elapsed_us() / 1e3
+    return {"all": totals.total(), **dict(totals.most_common(most))}
+
+
 def count_launches(work: Work, device: torch.device) -> dict[str, float]:
     """Counts of one call of `work`, which is warm.
 
@@ -209,7 +232,10 @@ def measured_case(case: Case, clock: Clock) -> Measured:
         except _OTHERS_ERRORS as error_:
             notes[name] = f"{type(error_).__name__}: {error_}"[:300]
             del others[name]
-    timings = clock.measure(works | others, case.num_bytes, by_wall=case.by_wall)
+    works |= others
+    if case.by_graph and clock.device.type == "cuda":
+        works = {name: captured(work) for name, work in works.items()}
+    timings = clock.measure(works, case.num_bytes, by_wall=case.by_wall)
     floors = (Floor(case.num_bytes, case.num_flops),)
     return Measured(
         case.size, case.picked, case.against, floors, timings, error, case.tolerance, notes=notes, facts=memory

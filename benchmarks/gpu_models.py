@@ -22,7 +22,7 @@ import torch
 from benchmarks.cases import Setting
 from benchmarks.common import peak_gb
 from benchmarks.contenders import generate
-from benchmarks.gpu_measure import Clock, Floor, Measured, Timing, count_launches
+from benchmarks.gpu_measure import Clock, Floor, Measured, Timing, count_launches, longest_kernels
 from benchmarks.roofline import linear_weights
 from benchmarks.update import OurUpdate, UpdateSize, batch_of
 from benchmarks.workloads import Workload
@@ -119,7 +119,11 @@ def drawing(setting: Setting, clock: Clock) -> Measured:
         against="transformers' generate, all sequences in one batch",
         floors=generation_floors(sides.loaded.model, num_sequences, prompt_tokens, num_tokens),
         timings=timings,
-        facts={"tokens_per_s": speeds[0], "eager_tokens_per_s": speeds[1]},
+        facts={
+            "tokens_per_s": speeds[0],
+            "eager_tokens_per_s": speeds[1],
+            "kernel_ms": longest_kernels(lambda: sides.ours(num_tokens), setting.device),
+        },
     )
 
 
@@ -224,6 +228,7 @@ def update(setting: Setting, clock: Clock) -> Measured:
         clock.warm_up(work)
         timings[name] = Timing.of([clock.wall_s(work) for _ in range(1 if clock.quick else 4)])
         facts[label] = count_launches(work, setting.device)
+        facts[f"kernel_ms_{label}"] = longest_kernels(work, setting.device)
         facts[f"memory_gb_{label}"] = peak_gb(work, setting.device)
     scored = sum(len(ids) for _, ids in batch.rows)
     return Measured(

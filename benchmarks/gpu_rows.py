@@ -46,16 +46,22 @@ class Row:
 
 
 def _unit(
-    build: Callable[..., Case], *sizes: Any, small: tuple[Any, ...] = (), compiles: bool = True, **how: Any
+    build: Callable[..., Case],
+    *sizes: Any,
+    small: tuple[Any, ...] = (),
+    compiles: bool = True,
+    by_graph: bool = False,
+    **how: Any,
 ) -> Unit:
     """Measures the case of `build` with `sizes`, in a quick run with those of `small`.
 
-    Without `compiles` torch.compile is left out, which saves its seconds.
+    Without `compiles` torch.compile is left out, which saves its seconds. `by_graph`: see `Case`.
     """
 
     def measure(setting: Setting, clock: Clock) -> Measured:
         case = build(setting, *(small if setting.quick and small else sizes), **how)
-        return gpu_measure.measured_case(case if compiles else replace(case, compiles=False), clock)
+        case = replace(case, compiles=case.compiles and compiles, by_graph=by_graph)
+        return gpu_measure.measured_case(case, clock)
 
     return measure
 
@@ -88,17 +94,17 @@ def _attention() -> dict[str, Unit]:
     sizes = {256: 256, 1024: 256, 4096: 256, 32768: 64}  # tokens of a context, and how many sequences
     return {
         f"{context} tokens": _unit(
-            layer_cases.attention_case, context, rows, small=(min(context, 40), 2), compiles=False
+            layer_cases.attention_case, context, rows, small=(min(context, 40), 2), compiles=False, by_graph=True
         )
         for context, rows in sizes.items()
-    } | {"shared prompts": _unit(layer_cases.shared_prefix_case)}
+    } | {"shared prompts": _unit(layer_cases.shared_prefix_case, by_graph=True)}
 
 
 def _layer(build: Callable[..., Case]) -> Row:
     units = {
         "forward": _unit(build),
         "forward and backward": _unit(build, with_gradients=True),
-        "a decoding step": _unit(build, 256, small=(4,), compiles=False),
+        "a decoding step": _unit(build, 256, small=(4,), compiles=False, by_graph=True),
     }
     return Row(units, expected_s=25)
 

@@ -11,16 +11,21 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
-# Triton's kernels run in its interpreter. Triton reads this when it is imported, which torch, TRL and others do too.
+# `make test-gpu` sets it: Triton's kernels run on the GPU, and so do engine and trainers.
+ON_GPU = os.environ.get("TUNESMITH_TEST_GPU") == "1"
+# Elsewhere they run in Triton's interpreter. Triton reads this when it is imported, which torch, TRL and others do too.
 # The check that compiles the kernels runs in a process of its own without it.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+if not ON_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Some tests send Ctrl-C, and a shell that starts them in the background has it ignored, in what they start too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,6 +59,27 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"TUNESMITH_DATA names {folder}, which is no folder")
     return folder
+
+
+@pytest.fixture(scope="module")
+def kernel_device() -> Iterator[str]:
+    """The device of all tensors that a test makes: the GPU in `make test-gpu`, else the CPU.
+
+    Random numbers are drawn on the CPU, so they are the same on both.
+    """
+    if not ON_GPU:
+        yield "cpu"
+        return
+    import torch  # which most tests need, and the collection of the others does not
+
+    def moved(draw: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        drawn = draw(*args, **{"device": "cpu", **options})
+        return drawn if "device" in options else drawn.cuda()
+
+    with pytest.MonkeyPatch.context() as patch, torch.device("cuda"):
+        for name in ("rand", "randn", "randint", "randperm"):
+            patch.setattr(torch, name, partial(moved, getattr(torch, name)))
+        yield "cuda"
 
 
 @pytest.fixture

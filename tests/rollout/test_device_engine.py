@@ -1,10 +1,13 @@
-"""The engine for a GPU, run on the CPU: it draws what the native engine draws, several tokens between two visits.
+"""The engine for a GPU draws what the native engine draws, several tokens between two visits.
 
-In float64 both engines differ by rounding alone, so equal noise gives equal tokens, whatever is asked for.
+In `make test-gpu` it runs on the GPU, else on the CPU. In float64 both engines differ by rounding alone, so equal noise
+gives equal tokens, whatever is asked for.
 """
 
 import copy
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,7 @@ from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Prompt
 
+DEVICE = "cuda" if os.environ.get("TUNESMITH_TEST_GPU") == "1" else "cpu"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3")
 EVERYTHING = SamplingParams(
     max_new_tokens=25,
@@ -57,14 +61,19 @@ def prompts(count: int, longest: int = 40, seed: int = 0) -> list[Prompt]:
 
 
 def device_engine(loaded: LoadedModel, **options: object) -> DeviceEngine:
-    return DeviceEngine(language_model(loaded.model, Kernels()), loaded.tokenizer, **options)  # type: ignore[arg-type]
+    """The engine of the model, which moves to the device."""
+    module = loaded.model.to(DEVICE)  # type: ignore[arg-type]
+    return DeviceEngine(language_model(module, Kernels()), loaded.tokenizer, **options)  # type: ignore[arg-type]
 
 
 def native_engine(loaded: LoadedModel, **options: object) -> NativeEngine:
+    """The engine of the model on the CPU; of a copy if the model is elsewhere."""
+    if DEVICE != "cpu":
+        loaded = replace(loaded, model=copy.deepcopy(loaded.model).cpu())
     return NativeEngine(language_model(loaded.model, Kernels()), loaded.tokenizer, **options)  # type: ignore[arg-type]
 
 
-def require_same(ours: Sequence[Group], theirs: Sequence[Group]) -> None:
+def require_same(ours: Sequence[Group], theirs: Sequence[Group], tolerance: float = 1e-5) -> None:
     """The same completions, with log-probs and values that differ by float32's rounding alone."""
     assert [group.prompt.id for group in ours] == [group.prompt.id for group in theirs]
     for mine, other in zip(ours, theirs, strict=True):
@@ -72,7 +81,7 @@ def require_same(ours: Sequence[Group], theirs: Sequence[Group]) -> None:
         for a, b in zip(mine.completions, other.completions, strict=True):
             assert (a.text, a.finish_reason) == (b.text, b.finish_reason)
             for one, two in ((a.logps, b.logps), (a.raw_logps, b.raw_logps), (a.values or (), b.values or ())):
-                torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,6 +90,18 @@ def test_it_draws_what_the_native_engine_draws(family: str) -> None:
     sampling = SamplingParams(max_new_tokens=STEPS_PER_VISIT + 5, seed=3)
     ours = device_engine(loaded).generate(prompts(5), 3, sampling)
     require_same(ours, native_engine(loaded).generate(prompts(5), 3, sampling))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="for a GPU: make test-gpu")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_graph_of_a_step_on_a_gpu_draws_what_the_native_engine_draws(family: str) -> None:
+    loaded = tiny_model(family, dtype=torch.float32)
+    engine = device_engine(loaded)
+    for seed, new in ((3, STEPS_PER_VISIT + 5), (4, 2 * STEPS_PER_VISIT)):
+        sampling = SamplingParams(max_new_tokens=new, seed=seed)
+        ours = engine.generate(prompts(5), 3, sampling)
+        require_same(ours, native_engine(loaded).generate(prompts(5), 3, sampling), tolerance=2e-4)
+    assert engine._steps is not None and engine._steps._can_be_captured() and engine._steps._graphs
 
 
 @pytest.mark.parametrize("num_slots", [1, 5, 64])
@@ -183,6 +204,7 @@ def test_weights_that_were_moved_are_found_again() -> None:
 def test_shared_weights_train_copy_and_save_as_before(tmp_path: Path) -> None:
     """The views change neither parameters nor optimizer, nor what a copy or a file of the model holds."""
     plain, shared = tiny_model("qwen2"), tiny_model("qwen2")
+    plain.model.to(DEVICE)  # type: ignore[arg-type]
     names = [name for name, _ in shared.model.named_parameters()]
     parameters = list(shared.model.parameters())
     device_engine(shared).generate(prompts(1), 1, SamplingParams(max_new_tokens=2))
@@ -190,7 +212,7 @@ def test_shared_weights_train_copy_and_save_as_before(tmp_path: Path) -> None:
     assert [name for name, _ in shared.model.named_parameters()] == names
     for model in (plain.model, shared.model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        ids = torch.arange(3, 40)[None]
+        ids = torch.arange(3, 40, device=model.device)[None]
         model(ids, labels=ids).loss.backward()
         optimizer.step()
     copied = copy.deepcopy(shared.model)
@@ -199,7 +221,7 @@ def test_shared_weights_train_copy_and_save_as_before(tmp_path: Path) -> None:
     expected = dict(plain.model.named_parameters())
     for model in (shared.model, copied, loaded):
         for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, expected[name]), name
+            assert torch.equal(parameter, expected[name].to(parameter.device)), name
     with torch.no_grad():
         copied.model.layers[0].self_attn.q_proj.weight.zero_()
     assert shared.model.model.layers[0].self_attn.k_proj.weight.abs().sum() > 0
@@ -212,11 +234,10 @@ def q_name(named: dict[str, torch.nn.Parameter]) -> str:
 
 def test_values_come_with_the_tokens() -> None:
     loaded = tiny_model("llama", dtype=torch.float64)
-    head = torch.nn.Linear(32, 1, dtype=torch.float64)
 
     class Head(torch.nn.Module):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return head(hidden)[..., 0].float()
+            return hidden[..., :9].sum(-1).float()
 
     sampling = SamplingParams(max_new_tokens=20, stop_strings=("a", "e", "b"), seed=1)
     ours = device_engine(loaded, value_head=Head()).generate(prompts(5), 3, sampling)
@@ -228,7 +249,7 @@ def test_values_come_with_the_tokens() -> None:
 def test_adapters_are_drawn_with_and_their_updates_seen(kind: dict[str, object]) -> None:
     section = ModelSection.model_validate({"name": "tiny:llama", "lora": {"rank": 4, **kind}})
     loaded = load_policy(section, dtype=torch.float64)
-    engine, other = device_engine(loaded), native_engine(loaded)
+    engine = device_engine(loaded)
     sampling = SamplingParams(max_new_tokens=12, seed=0)
     before = engine.generate(prompts(3), 2, sampling)
     with torch.no_grad():
@@ -236,7 +257,7 @@ def test_adapters_are_drawn_with_and_their_updates_seen(kind: dict[str, object])
             if "lora_B" in name or "magnitude" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     after = engine.generate(prompts(3), 2, sampling)
-    require_same(after, other.generate(prompts(3), 2, sampling))
+    require_same(after, native_engine(loaded).generate(prompts(3), 2, sampling))
     assert [group.completions for group in after] != [group.completions for group in before]
 
 

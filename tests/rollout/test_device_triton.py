@@ -1,4 +1,6 @@
-"""The whole decoding step in Triton, by the interpreter, against the same step in torch: what a GPU captures."""
+"""The whole decoding step in Triton, by the interpreter or on a GPU, against the same step in torch."""
+
+import os
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tunesmith.rollout.sampler import NoiseKey
 from tunesmith.rollout.scheduler import PromptRequest, Run, Scheduler
 from tunesmith.rollout.sequence import Limits
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if os.environ.get("TUNESMITH_TEST_GPU") == "1" else "cpu")
 NUM_SLOTS, WIDTH, MAX_STEPS = 6, 4, 3
 PLAIN = SamplingParams(seed=0)
 EVERYTHING = SamplingParams(
@@ -38,9 +40,9 @@ def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) ->
     """What is drawn of four completions of a long prompt and one of a short one, visit by visit."""
     model = DeviceModel(module, Decoder(module, Kernels(choice)))
     cache = KVCache(40, max_tokens=WIDTH * 16, max_tables=2 * NUM_SLOTS)
-    settings = DrawSettings.empty(model.decoder.architecture.head.sizes[0], 2 * NUM_SLOTS, CPU)
-    slots = Slots.empty(NUM_SLOTS, WIDTH, MAX_STEPS, CPU)
-    room = Buffers(cache, allocate_storage(cache_shape(model.decoder.architecture), 41), slots, settings)
+    settings = DrawSettings.empty(model.decoder.architecture.head.sizes[0], 2 * NUM_SLOTS, DEVICE)
+    slots = Slots.empty(NUM_SLOTS, WIDTH, MAX_STEPS, DEVICE)
+    room = Buffers(cache, allocate_storage(cache_shape(model.decoder.architecture), 41, DEVICE), slots, settings)
     steps = DeviceSteps(model, room, None)
     steps.begin(sampling, frozenset({2, 7}), 0, [NoiseKey(7, 0), NoiseKey(9, 0)])
     scheduler = Scheduler(cache, lambda ids: "", num_slots=NUM_SLOTS)
@@ -67,7 +69,7 @@ def test_the_step_in_triton_draws_what_the_step_in_torch_draws(
     family: str, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_steps, "_LEAST_SAVED_BYTES", 0)  # the interpreter takes long for prompts that pay
-    module = tiny_model(family, dtype=torch.float32).model
+    module = tiny_model(family, dtype=torch.float32).model.to(DEVICE)
     with torch.no_grad():  # random weights of the usual size let attention say next to nothing
         for parameter in module.parameters():
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)

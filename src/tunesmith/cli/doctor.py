@@ -305,7 +305,7 @@ def _hub() -> Iterator[Finding]:
 def _untested() -> Iterator[Finding]:
     """Parts that are not covered by tests, on this machine or at all."""
     system, python = (platform.system(), platform.machine()), ".".join(platform.python_version_tuple()[:2])
-    gpu = "training on a GPU; the tests run on CPUs"
+    gpu = "GPUs other than an H200, and several of them"
     yield Finding("untested: GPU", gpu, "note", "compare a short run with the same on a CPU before a long one")
     if "AVX512-BF16" not in _bf16_units():
         advice = "leave model.dtype at auto, or compare a short run with float32"

@@ -15,6 +15,7 @@ from tunesmith.kernels.native import Choice, Kernels
 
 VOCABULARY, MAX_STEPS, NUM_SEEN = 11, 4, 6
 has_triton = importlib.util.find_spec("triton") is not None
+pytestmark = pytest.mark.usefixtures("kernel_device")
 CHOICES = ["torch", pytest.param("triton", marks=pytest.mark.skipif(not has_triton, reason="needs Triton"))]
 
 

@@ -4,6 +4,7 @@ Shapes: B sequences, H heads, Q queries, K keys.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -32,6 +33,8 @@ MASKS = {
 }
 """For scores of `SHAPE`."""
 
+_TENSORS = ("keys_B2", "allowed_BQK")
+
 Work = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -45,6 +48,8 @@ def with_gradient(scores: torch.Tensor, d_out: torch.Tensor, work: Work) -> tupl
 def check_mask(mask: KeyMask, dtype: torch.dtype, kernels: Kernels, tolerance: float) -> None:
     """Probabilities and gradient are those of the definition in float64; keys that are not seen get exactly 0."""
     scores_BHQK, d_out = 3 * normal(*SHAPE, dtype=dtype), normal(*SHAPE, dtype=dtype, seed=1)
+    given = {name: value.to(scores_BHQK.device) for name in _TENSORS if (value := getattr(mask, name)) is not None}
+    mask = replace(mask, **given)
     found = with_gradient(scores_BHQK, d_out, lambda x: masked_softmax(x, scale=0.37, mask=mask, kernels=kernels))
     exact = with_gradient(scores_BHQK.double(), d_out, lambda x: torch_impl.masked_softmax(x, 0.37, mask))
     # The gradient is computed from the rounded probabilities.

@@ -1,10 +1,15 @@
-"""Kernels in Triton's interpreter, on the CPU; `tests/conftest.py` switches it on."""
+"""Kernels in Triton: on the GPU in `make test-gpu`, else in Triton's interpreter, on the CPU."""
 
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch's builds for CUDA")
 
 from tunesmith.kernels.native import Kernels
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_on_one_device(kernel_device: str) -> None:
+    """Every test here makes its tensors on the device of the kernels."""
 
 
 @pytest.fixture

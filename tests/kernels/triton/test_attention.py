@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_refused(interpreted: Kernels):
         attend(*given, prefixes=replace(shared.prefixes, start_T=ints(0, 0, 0)), kernels=interpreted)
     far = Places(*(getattr(batch.places, name).to("meta") for name in Places.__slots__))
     for kernels in (interpreted, Kernels("torch")):
-        with pytest.raises(InputError, match="places are on meta and q is on cpu"):
+        with pytest.raises(InputError, match=f"places are on meta and q is on {batch.cache_2NW.device}"):
             attend(*batch.qkv, batch.rope, far, batch.cache_2NW, batch.settings, kernels=kernels)
     with pytest.raises(InputError, match=r"length is torch\.int64"):
         replace(shared.prefixes, length_P=torch.zeros(2, dtype=torch.int64))

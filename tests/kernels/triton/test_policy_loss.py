@@ -53,7 +53,8 @@ def test_a_ratio_beyond_the_range_of_floats_gives_a_gradient_that_is_refused(adv
 def test_what_is_not_fused_is_left_to_the_definition(interpreted: Kernels):
     whole, wide = Case.of(2, 3, WHOLE), Case.of(2, 3, WHOLE, dtype=torch.float64)
     assert fused_policy_loss(whole.tokens, PolicyTerms(level="sequence"), 1.0, kernels=interpreted) is None
-    assert fused_policy_loss(whole.tokens, WHOLE, 1.0, kernels=Kernels("auto")) is None
+    is_on_gpu = whole.tokens.logp_BT.is_cuda
+    assert (fused_policy_loss(whole.tokens, WHOLE, 1.0, kernels=Kernels("auto")) is None) != is_on_gpu
     assert fused_policy_loss(wide.tokens, WHOLE, 1.0, kernels=Kernels("auto")) is None
 
 

@@ -138,7 +138,7 @@ def _native(
 def _triton(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen | None) -> Sampled:
     device, num_tokens = logits_BV.device, logits_BV.shape[1]
     top_k_B = settings.top_k_B.where(settings.top_k_B < num_tokens, 0)  # as many as there are is off
-    slot_B = torch.zeros_like(top_k_B) if seen is None else seen.slot_B.cpu()
+    slot_B = torch.zeros_like(top_k_B) if seen is None else seen.slot_B.to(top_k_B.device)
     numbers = (settings.temperature_B, settings.top_p_B, settings.min_p_B, settings.repetition_penalty_B)
     integers = (top_k_B, slot_B, keys.seed_B, keys.prompt_B, keys.sample_B, keys.position_B)
     filters = bool(((top_k_B > 0) | (settings.top_p_B < 1) | (settings.min_p_B > 0)).any())

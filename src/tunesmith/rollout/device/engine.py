@@ -1,4 +1,4 @@
-"""The GPU rollout engine: the host plans, and the device decodes several tokens in a row. Not run on a GPU yet.
+"""The GPU rollout engine: the host plans, and the device decodes several tokens in a row.
 
 Requests, scheduler, cache and callbacks are the CPU engine's. What differs is the step: weights are the trained tensors
 themselves, the state of all slots is on the device, and a step is one CUDA graph. On a CPU the same code runs without
