@@ -299,8 +299,8 @@ def test_votes_that_waited_at_a_command_are_learnt_from_after_a_restart(tmp_path
 def test_too_many_updates_that_are_not_finite_end_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_votes = OnlineDPO.micro_batch_loss
 
-    def not_finite(self: OnlineDPO, *given: Any) -> Any:
-        loss, *rest = of_votes(self, *given)
+    def not_finite(self: OnlineDPO, *given: Any, **options: Any) -> Any:
+        loss, *rest = of_votes(self, *given, **options)
         return loss * torch.nan, *rest
 
     monkeypatch.setattr(OnlineDPO, "micro_batch_loss", not_finite)

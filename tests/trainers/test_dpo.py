@@ -60,7 +60,7 @@ def gradient(state: Started, count: int = 8) -> torch.Tensor:
     """The gradient that a step hands to the optimizer."""
     found: list[torch.Tensor] = []
 
-    def keep(loss: float) -> None:
+    def keep(**_: object) -> None:
         parameters = state.policy.module.parameters()
         found.extend(p.grad.flatten().clone() for p in parameters if p.grad is not None)
         raise StopIteration

@@ -7,6 +7,7 @@ distinct answers of a micro-batch, B the same answers as rows of the batch, T co
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -29,6 +30,7 @@ from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import PolicyWithKL, StepResult
 from tunesmith.trainers.dpo import TokenSums, token_metrics
+from tunesmith.trainers.passes import accumulate
 
 NUM_STEPS = 10**9
 """Total steps of optimizers and schedules: the live loop has no end."""
@@ -63,30 +65,18 @@ class OnlineDPO(PolicyWithKL):
 
     def step(self, votes: Sequence[VotedPair], index: int) -> StepResult:
         """One step: the loss of `votes` and the KL penalty, accumulated over micro-batches, and an update."""
-        num_votes = len(votes)  # one global denominator
         with span("reference"):
             self.reference_logp(answer for vote in votes for answer in vote.answers)
-        stats: list[DirectStats] = []
-        tokens: list[TokenSums] = []
-        total_loss = torch.zeros((), device=self.policy.module.device)
+        loss_of = partial(self.micro_batch_loss, num_votes=len(votes))
         with span("update"):
-            for micro in chunks(votes, self.cfg.micro_batch_size):
-                with span("forward"):
-                    loss, micro_stats, micro_tokens = self.micro_batch_loss(micro, num_votes)
-                with span("backward"):
-                    self.optimizer.scaled(loss).backward()
-                total_loss += loss.detach()
-                stats.append(micro_stats)
-                tokens.append(micro_tokens)
-            with span("optimizer"):
-                report = self.optimizer.step(loss=total_loss.item())  # refuses what is not finite
+            report, stats = accumulate(self.optimizer, chunks(votes, self.cfg.micro_batch_size), loss_of)
         with span("metrics"):
-            metrics = {**merged(stats).metrics(), **token_metrics(tokens)}
+            metrics = {**merged([one for one, _ in stats]).metrics(), **token_metrics([sums for _, sums in stats])}
         return StepResult(metrics, report, lambda: [asdict(vote.as_pair()) for vote in votes])
 
     def micro_batch_loss(
         self, votes: Sequence[VotedPair], num_votes: float
-    ) -> tuple[torch.Tensor, DirectStats, TokenSums]:
+    ) -> tuple[torch.Tensor, tuple[DirectStats, TokenSums]]:
         """The loss of `votes`, divided by `num_votes`, with its statistics.
 
         An answer of several votes is computed once, and counts once for each. The KL penalty is the coefficient times
@@ -107,7 +97,7 @@ class OnlineDPO(PolicyWithKL):
         if self.kl.value > 0:
             nats_A = kl.penalty("k1", scores.logp_BT, reference_logp_BT, mask_BT).sum(dim=1)[row_A]
             loss = loss + self.kl.value * nats_A[answer_SN].sum() / (2 * num_votes)
-        return loss, stats, TokenSums.of_batch(length_B, scores.entropy_BT)
+        return loss, (stats, TokenSums.of_batch(length_B, scores.entropy_BT))
 
     def collate(self, votes: Sequence[VotedPair]) -> VoteBatch:
         """The votes as CPU tensors, each distinct answer once."""

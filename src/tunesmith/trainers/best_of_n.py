@@ -13,12 +13,11 @@ import torch
 
 from tunesmith.algorithms import kl
 from tunesmith.algorithms.kl import Controller
-from tunesmith.batch.pack import PolicyBatch, chunks, pack
+from tunesmith.batch.pack import PolicyBatch, pack
 from tunesmith.config.algorithm_sections import BestOfNSection
 from tunesmith.config.schema import BestOfNRecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
-from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
@@ -103,23 +102,17 @@ class BestOfN(DrawingPolicy):
         num_learnt = 0
         for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
             num_tokens = minibatch.sequences.num_tokens  # one global denominator: every rank knows the whole minibatch
-            total_loss = torch.zeros((), device=batch.advantage_BT.device)
-            for chosen in share_of(chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size)):
-                with span("forward"):
-                    loss, nll = self.micro_batch_loss(minibatch.select(chosen), num_tokens, stats)
-                with span("backward"):
-                    self.optimizer.scaled(loss).backward()
-                total_loss += loss.detach()
-                nlls.append(nll)
-            num_learnt += minibatch.sequences.num_tokens
-            with span("optimizer"):
-                stats.add_report(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
-        return sum(gathered(nlls)) / num_learnt
+            num_learnt += num_tokens
+            loss_of = partial(self.micro_batch_loss, num_tokens=num_tokens, is_first=not stats.reports)
+            report, micros = passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of)
+            stats.add(report, [micro for _, micro in micros])
+            nlls += [nll for nll, _ in micros]
+        return sum(nlls) / num_learnt
 
     def micro_batch_loss(
-        self, micro: PolicyBatch, num_tokens: float, stats: metrics.UpdateStats
-    ) -> tuple[torch.Tensor, float]:
-        """(Loss of one micro-batch divided by `num_tokens`, a scalar; the sum of its tokens' -log p).
+        self, micro: PolicyBatch, num_tokens: float, *, is_first: bool
+    ) -> tuple[torch.Tensor, tuple[float, metrics.MicroStats]]:
+        """Loss of one micro-batch divided by `num_tokens`, a scalar; the sum of its tokens' -log p, and its statistics.
 
         The negative log-likelihood of all completion tokens, at the temperature of the rollout, and the KL to the
         reference if its place is the loss.
@@ -131,8 +124,8 @@ class BestOfN(DrawingPolicy):
         if self.cfg.kl.place == "loss" and micro.reference_logp_BT is not None:
             kl_BT = kl.penalty(self.cfg.kl.estimator, new.logp_BT, micro.reference_logp_BT, sequences.mask_BT)
             loss = loss + self.kl.value * (kl_BT.sum() / num_tokens)
-        stats.add_pass(sequences, new.logp_BT, new.entropy_BT)
-        return loss, nll.item()
+        first = metrics.FirstPass.of_batch(sequences, new.logp_BT, new.entropy_BT) if is_first else None
+        return loss, (nll.item(), metrics.MicroStats(first=first))
 
 
 def best_rows(reward_PG: torch.Tensor, scores: Scores, num_kept: int) -> list[int]:

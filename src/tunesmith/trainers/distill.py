@@ -90,17 +90,12 @@ class Distill(PolicyParts):
         seed = derive(self.cfg.run.seed, "minibatches", index)
         for rows in rollouts.minibatch_rows(len(sequences.lengths_B), cfg, seed):
             minibatch = select(sequences, rows)
-            num_tokens = minibatch.num_tokens  # one global denominator: every rank knows the whole minibatch
-            total_loss = torch.zeros((), device=sequences.mask_BT.device)
-            for micro in share_of(passes.micro_batches(minibatch, cfg.micro_batch_size)):
-                loss, micro_stats = self.micro_batch_loss(micro, num_tokens)
-                with span("backward"):
-                    self.optimizer.scaled(loss).backward()
-                total_loss += loss.detach()
-                stats.append(micro_stats)
-            with span("optimizer"):
-                reports.append(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
-        return gathered(stats, "statistics"), reports
+            micros = passes.micro_batches(minibatch, cfg.micro_batch_size)
+            loss_of = partial(self.micro_batch_loss, num_tokens=minibatch.num_tokens)
+            report, found = passes.accumulate(self.optimizer, micros, loss_of)
+            reports.append(report)
+            stats += found
+        return stats, reports
 
     def draw(self, prompts: Sequence[Prompt], num: int, stream: str, index: int) -> list[Group]:
         """`num` completions of each prompt; the noise is a pure function of the run's seed, `stream` and `index`."""
@@ -115,12 +110,11 @@ class Distill(PolicyParts):
         """(Sum of the divergences of all completion tokens, divided by `num_tokens`, a scalar; its statistics)."""
         with torch.no_grad(), span("teachers"):
             teachers = [_predictions(one.model, micro, one.weight) for one in self.teachers]
-        with span("forward"):
-            student = _predictions(self.policy, micro)
-            section, size = self.cfg.distill, len(self.tokenizer)
-            beta = {"forward_kl": 0.0, "jensen_shannon": section.beta, "reverse_kl": 1.0}[section.divergence]
-            divergence = Divergence(beta, section.temperature)
-            return divergence_loss(student, teachers, divergence, num_tokens=num_tokens, vocabulary=size)
+        student = _predictions(self.policy, micro)
+        section, size = self.cfg.distill, len(self.tokenizer)
+        beta = {"forward_kl": 0.0, "jensen_shannon": section.beta, "reverse_kl": 1.0}[section.divergence]
+        divergence = Divergence(beta, section.temperature)
+        return divergence_loss(student, teachers, divergence, num_tokens=num_tokens, vocabulary=size)
 
 
 def _predictions(model: LanguageModel, sequences: Sequences, weight: float = 1.0) -> Predictions:

@@ -7,6 +7,7 @@ several pairs of a micro-batch is computed once, next to the others of its promp
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from statistics import fmean
 
@@ -38,6 +39,7 @@ from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, training_estimate
 from tunesmith.trainers.metrics import update_metrics
+from tunesmith.trainers.passes import accumulate
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
 from tunesmith.trainers.work import Rows, RunWork, Work
@@ -89,41 +91,30 @@ class DPO(PolicyParts):
     def step(self, units: Sequence[Unit], index: int) -> StepResult:
         """One step: the loss of the pairs (or labels) `units`, accumulated over micro-batches, and an update."""
         cfg = self.cfg
-        num_units = len(units)  # one global denominator: every rank knows the whole step
+        num_units = len(units)
         with span("reference"):
             reference_A = self.reference_logps(units)
         with span("kl"):
             kl = self.mismatched_kl(units, reference_A)
-        stats: list[DirectStats] = []
-        tokens: list[TokenSums] = []
-        total_loss = torch.zeros((), device=self.length_A.device)
+        loss_of = partial(self.micro_batch_loss, reference_A=reference_A, num_units=num_units, kl=kl)
         with span("update"):
-            for micro in share_of(chunks(units, cfg.micro_batch_size)):
-                with span("forward"):
-                    loss, micro_stats, micro_tokens = self.micro_batch_loss(micro, reference_A, num_units, kl)
-                with span("backward"):
-                    self.optimizer.scaled(loss).backward()
-                total_loss += loss.detach()
-                stats.append(micro_stats)
-                tokens.append(micro_tokens)
-            with span("optimizer"):
-                report = self.optimizer.step(loss=total_loss.item())
+            report, stats = accumulate(self.optimizer, chunks(units, cfg.micro_batch_size), loss_of)
         with span("metrics"):
             own = {"kl": kl} if cfg.loss == "kto" else {}
-            figures = {**merged(gathered(stats)).metrics(), **token_metrics(gathered(tokens))}
+            figures = {**merged([one for one, _ in stats]).metrics(), **token_metrics([sums for _, sums in stats])}
             metrics = {**figures, **own, **update_metrics([report])}
         return StepResult(metrics, report, lambda: self.batch_rows(units))
 
     def micro_batch_loss(
         self, micro: Sequence[Unit], reference_A: torch.Tensor | None, num_units: float, kl: float
-    ) -> tuple[torch.Tensor, DirectStats, TokenSums]:
+    ) -> tuple[torch.Tensor, tuple[DirectStats, TokenSums]]:
         """The loss of one micro-batch, a scalar, with its statistics. An answer of several pairs is computed once."""
         batch = setup.sent(collate_answers(self.answers, indices_of(micro)), self.uploader)
         scores = token_logps(self.policy, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
         logp_B = scores.logp_BT.sum(dim=1)
         logp_A = torch.zeros_like(self.length_A, dtype=logp_B.dtype).index_put((batch.answer_B,), logp_B)
         loss, stats = self.loss_of(micro, logp_A, reference_A, num_units, kl)
-        return loss, stats, TokenSums.of_batch(batch.lengths_B - batch.prompt_lengths_B, scores.entropy_BT)
+        return loss, (stats, TokenSums.of_batch(batch.lengths_B - batch.prompt_lengths_B, scores.entropy_BT))
 
     def loss_of(
         self,

@@ -15,13 +15,12 @@ import torch
 
 from tunesmith.algorithms import advantages, policy_loss
 from tunesmith.algorithms.kl import Controller
-from tunesmith.batch.pack import PolicyBatch, chunks, pack
+from tunesmith.batch.pack import PolicyBatch, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.algorithm_sections import GRPOSection
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
-from tunesmith.distributed.ranks import share_of
 from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
@@ -109,15 +108,8 @@ class GRPO(DrawingPolicy):
         for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
             num_drawn = drawn_per_row * len(minibatch.sequences.lengths_B)
             size = rollouts.update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn)  # global denominators
-            total_loss = torch.zeros((), device=batch.advantage_BT.device)
-            for chosen in share_of(chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size)):
-                with span("forward"):
-                    loss = self.micro_batch_loss(minibatch.select(chosen), size, stats)
-                with span("backward"):
-                    self.optimizer.scaled(loss).backward()
-                total_loss += loss.detach()
-            with span("optimizer"):
-                stats.add_report(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
+            loss_of = partial(self.micro_batch_loss, size=size, is_first=not stats.reports)
+            stats.add(*passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of))
         return stats
 
     def draw(self, prompts: Sequence[Prompt], index: int) -> tuple[list[Group], Scores]:
@@ -173,9 +165,9 @@ class GRPO(DrawingPolicy):
         return advantages.group_relative(reward_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale).advantage_PG
 
     def micro_batch_loss(
-        self, micro: PolicyBatch, size: policy_loss.UpdateSize, stats: metrics.UpdateStats
-    ) -> torch.Tensor:
-        """The GRPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
+        self, micro: PolicyBatch, size: policy_loss.UpdateSize, *, is_first: bool
+    ) -> tuple[torch.Tensor, metrics.MicroStats]:
+        """The GRPO loss of one micro-batch, a scalar, with its statistics; `is_first`: of the step's first update."""
         cfg, sequences, drawing = self.cfg, micro.sequences, self.rollouts.cfg
         new = passes.completion_scores(self.policy, sequences, drawing.temperature)
         policy = rollouts.objective(
@@ -190,9 +182,9 @@ class GRPO(DrawingPolicy):
             num_tokens=size.num_tokens,
             on_policy=self.is_on_policy,
         )
-        stats.add(policy.stats)
-        stats.add_pass(sequences, new.logp_BT, new.entropy_BT, policy.correction, micro.reference_logp_BT)
-        return policy.loss
+        seen = (sequences, new.logp_BT, new.entropy_BT, policy.correction, micro.reference_logp_BT)
+        first = metrics.FirstPass.of_batch(*seen) if is_first else None
+        return policy.loss, metrics.MicroStats(policy.stats, first=first)
 
 
 def left_out(cfg: GRPOSection, groups: Sequence[Group]) -> torch.Tensor:

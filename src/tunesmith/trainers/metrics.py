@@ -15,7 +15,6 @@ from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.value_loss import ValueStats
 from tunesmith.batch.pack import Sequences
 from tunesmith.batch.rollout import Group
-from tunesmith.distributed.ranks import gathered
 from tunesmith.models.optimizer import StepReport
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import plain_text
@@ -66,8 +65,8 @@ class FirstPass:
         sequences: Sequences,
         logp_BT: torch.Tensor,
         entropy_BT: torch.Tensor,
-        correction: Correction | None,
-        reference_logp_BT: torch.Tensor | None,
+        correction: Correction | None = None,
+        reference_logp_BT: torch.Tensor | None = None,
     ) -> "FirstPass":
         """The sums of one micro-batch: of the trainer's log-probs and entropies, importance weights, and the KL."""
         mask_BT = sequences.mask_BT
@@ -118,10 +117,19 @@ class FirstPass:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class MicroStats:
+    """Statistics of one micro-batch: of the surrogate, of the critic, and of a pass of the step's first update."""
+
+    policy: PolicyStats | None = None
+    value: ValueStats | None = None
+    first: FirstPass | None = None
+
+
 @dataclass(slots=True)
 class UpdateStats:
-    """Statistics of a step's updates, summed over micro-batches and ranks; those of the last minibatch are also kept
-    apart, for early stopping. A minibatch counts once it is closed.
+    """Statistics of a step's updates, summed over micro-batches; those of the last minibatch are also kept apart, for
+    early stopping.
     """
 
     first: FirstPass = field(default_factory=FirstPass)
@@ -130,36 +138,13 @@ class UpdateStats:
     _policy: list[PolicyStats] = field(default_factory=list[PolicyStats])
     _value: list[ValueStats] = field(default_factory=list[ValueStats])
     _minibatch: list[PolicyStats] = field(default_factory=list[PolicyStats])
-    _open_passes: list[FirstPass] = field(default_factory=list[FirstPass])
-    _open_policy: list[PolicyStats] = field(default_factory=list[PolicyStats])
-    _open_value: list[ValueStats] = field(default_factory=list[ValueStats])
 
-    def add(self, policy: PolicyStats, value: ValueStats | None = None) -> None:
-        """Accumulate one micro-batch."""
-        self._open_policy.append(policy)
-        if value is not None:
-            self._open_value.append(value)
-
-    def add_pass(
-        self,
-        sequences: Sequences,
-        logp_BT: torch.Tensor,
-        entropy_BT: torch.Tensor,
-        correction: Correction | None = None,
-        reference_logp_BT: torch.Tensor | None = None,
-    ) -> None:
-        """Accumulate one micro-batch of the first update; later updates are off-policy and ignored."""
-        if not self.reports:
-            self._open_passes.append(FirstPass.of_batch(sequences, logp_BT, entropy_BT, correction, reference_logp_BT))
-
-    def add_report(self, report: StepReport) -> None:
-        """Add the optimizer's report, which closes a minibatch: what each rank accumulated in it is merged."""
-        if not self.reports:
-            self.first = reduce(add, gathered(self._open_passes, "statistics"), self.first)
-        self._minibatch = gathered(self._open_policy, "statistics")
+    def add(self, report: StepReport, micros: Sequence[MicroStats]) -> None:
+        """Add one update: the optimizer's report, and the statistics of the micro-batches of all ranks."""
+        self.first = reduce(add, (micro.first for micro in micros if micro.first is not None), self.first)
+        self._minibatch = [micro.policy for micro in micros if micro.policy is not None]
         self._policy += self._minibatch
-        self._value += gathered(self._open_value, "statistics")
-        self._open_passes, self._open_policy, self._open_value = [], [], []
+        self._value += [micro.value for micro in micros if micro.value is not None]
         self.reports.append(report)
 
     def last_minibatch_kl(self) -> float:

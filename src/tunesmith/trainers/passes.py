@@ -1,17 +1,18 @@
-"""Forward passes of a policy and its reference over a rollout, in micro-batches that ranks share.
+"""Passes in micro-batches that ranks share: the update of every algorithm, and forward passes over a rollout.
 
 Shape legend: B sequences, S positions of prompt and completion, T completion tokens, H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
 from tunesmith.algorithms import kl
-from tunesmith.batch.pack import FrozenStates, Sequences, chunks, pack, select
+from tunesmith.batch.pack import FrozenStates, PolicyBatch, Sequences, chunks, pack, select
 from tunesmith.batch.rollout import Group
 from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import KLSection
@@ -19,7 +20,51 @@ from tunesmith.core.trace import span
 from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.logprob import TokenScores, frozen_states, token_logps
+from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.trainers import setup
+
+MicroT = TypeVar("MicroT")
+StatsT = TypeVar("StatsT")
+BatchT = TypeVar("BatchT", bound=PolicyBatch)
+
+
+def accumulate(
+    optimizer: MasterAdamW,
+    micro_batches: Sequence[MicroT],
+    loss_of: Callable[[MicroT], tuple[torch.Tensor, StatsT]],
+    max_norm: float | None = None,
+) -> tuple[StepReport, list[StatsT]]:
+    """One update by the sum of the losses of `micro_batches`: the optimizer's report, and what `loss_of` returned
+    beside each loss, on every rank that of all ranks.
+
+    A rank computes its share of the micro-batches, so the denominator of a mean in a loss must be a number that every
+    rank knows: of tokens, rows or pairs of the whole update. A sum, or a gradient, that is not finite is refused.
+    Gradients are clipped to `max_norm` (default: the recipe's).
+    """
+    losses: list[torch.Tensor] = []
+    stats: list[StatsT] = []
+    for micro in share_of(micro_batches):
+        with span("forward"):
+            loss, micro_stats = loss_of(micro)
+        with span("backward"):
+            optimizer.scaled(loss).backward()
+        losses.append(loss.detach())
+        stats.append(micro_stats)
+    with span("optimizer"):
+        report = optimizer.step(max_norm=max_norm, loss=float(sum(losses)))
+    return report, gathered(stats, "statistics")
+
+
+def accumulate_rows(
+    optimizer: MasterAdamW,
+    batch: BatchT,
+    micro_batch_size: int,
+    loss_of: Callable[[BatchT], tuple[torch.Tensor, StatsT]],
+    max_norm: float | None = None,
+) -> tuple[StepReport, list[StatsT]]:
+    """`accumulate` over the rows of `batch`, `micro_batch_size` at a time."""
+    parts = chunks(range(len(batch.sequences.lengths_B)), micro_batch_size)
+    return accumulate(optimizer, parts, lambda rows: loss_of(batch.select(rows)), max_norm)
 
 
 def micro_batches(sequences: Sequences, size: int) -> list[Sequences]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
 from tunesmith.algorithms.kl import Controller
-from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack
+from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, pack
 from tunesmith.config.algorithm_sections import PPOSection
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
@@ -121,24 +121,17 @@ class PPO(DrawingPolicy):
         cfg, stats = self.cfg, metrics.UpdateStats()
         for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
             size = rollouts.update_size(minibatch.sequences, cfg.micro_batch_size)  # global denominators
-            total_loss = torch.zeros((), device=batch.advantage_BT.device)
-            for rows in share_of(chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size)):
-                with span("forward"):
-                    loss = self.micro_batch_loss(minibatch.select(rows), size, stats)
-                with span("backward"):
-                    self.optimizer.scaled(loss).backward()
-                total_loss += loss.detach()
-            with span("optimizer"):
-                stats.add_report(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
+            loss_of = partial(self.micro_batch_loss, size=size, is_first=not stats.reports)
+            stats.add(*passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of))
             if cfg.target_kl is not None and stats.last_minibatch_kl() > cfg.target_kl:
                 stats.stopped_early = True
                 break
         return stats
 
     def micro_batch_loss(
-        self, micro: PPOBatch, size: policy_loss.UpdateSize, stats: metrics.UpdateStats
-    ) -> torch.Tensor:
-        """The PPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
+        self, micro: PPOBatch, size: policy_loss.UpdateSize, *, is_first: bool
+    ) -> tuple[torch.Tensor, metrics.MicroStats]:
+        """The PPO loss of one micro-batch, a scalar, with its statistics; `is_first`: of the step's first update."""
         cfg, mask_BT, drawing = self.cfg, micro.sequences.mask_BT, self.rollouts.cfg
         new = self.forward(micro.sequences)
         policy = rollouts.objective(
@@ -156,9 +149,9 @@ class PPO(DrawingPolicy):
                 new.value_BT, micro.old_value_BT, micro.return_BT, mask_BT, size.num_tokens, cfg.value_clip
             )
             loss = loss + cfg.value_coef * value
-        stats.add(policy.stats, value_stats)
-        stats.add_pass(micro.sequences, new.logp_BT, new.entropy_BT, policy.correction)
-        return loss
+        seen = (micro.sequences, new.logp_BT, new.entropy_BT, policy.correction)
+        first = metrics.FirstPass.of_batch(*seen) if is_first else None
+        return loss, metrics.MicroStats(policy.stats, value_stats, first)
 
     def forward(self, sequences: Sequences) -> PolicyScores:
         """Log-probs, entropies and values of the completion tokens under the current weights."""

@@ -6,6 +6,7 @@ sequences, T tokens.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import cast
@@ -39,6 +40,7 @@ from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, StepResult
 from tunesmith.trainers.estimate import Estimate, training_estimate
 from tunesmith.trainers.metrics import update_metrics
+from tunesmith.trainers.passes import accumulate
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
 from tunesmith.trainers.work import Rows, RunWork, Work
@@ -69,23 +71,12 @@ class Reward:
     def step(self, pairs: Sequence[Encoded], index: int) -> StepResult:
         """One step: the loss of `pairs` (or rankings), accumulated over micro-batches, and an update."""
         cfg = self.cfg
-        num_pairs = len(pairs)  # one global denominator: every rank knows the whole step
-        stats: list[PreferenceStats | RankingStats] = []
-        total_loss = torch.zeros((), device=self.model.model.device)
+        options = {"with_margin": cfg.margin == "column", "center_coef": cfg.center_coef}
+        loss_of = partial(self.micro_batch_loss, num_items=len(pairs), **options)
         with span("update"):
-            for micro in share_of(chunks(pairs, cfg.micro_batch_size)):
-                with span("forward"):
-                    loss, micro_stats = self.micro_batch_loss(
-                        micro, num_pairs, with_margin=cfg.margin == "column", center_coef=cfg.center_coef
-                    )
-                with span("backward"):
-                    self.optimizer.scaled(loss).backward()
-                total_loss += loss.detach()
-                stats.append(micro_stats)
-            with span("optimizer"):
-                report = self.optimizer.step(loss=total_loss.item())
+            report, stats = accumulate(self.optimizer, chunks(pairs, cfg.micro_batch_size), loss_of)
         with span("metrics"):
-            metrics = {**merged(gathered(stats)).metrics(), **update_metrics([report])}
+            metrics = {**merged(stats).metrics(), **update_metrics([report])}
         return StepResult(metrics, report, lambda: [asdict(pair) for pair in pairs])
 
     def micro_batch_loss(

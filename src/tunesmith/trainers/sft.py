@@ -31,6 +31,7 @@ from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, training_estimate
 from tunesmith.trainers.metrics import update_metrics
+from tunesmith.trainers.passes import accumulate
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
 from tunesmith.trainers.work import Rows, RunWork, Work
@@ -48,22 +49,13 @@ class SFT(PolicyParts):
     def step(self, sequences: Sequence[LearntSequence], index: int) -> StepResult:
         """One step: the mean loss of all learnt tokens of `sequences`, in micro-batches, and an update."""
         num_learnt = sum(sequence.num_learnt for sequence in sequences)
-        stats: list[TokenStats] = []
-        total_loss = torch.zeros((), device=self.policy.module.device)
+        loss_of = partial(self.micro_batch_loss, num_tokens=num_learnt)
         with span("update"):
-            for micro in share_of(self.micro_batches(sequences)):
-                with span("forward"):
-                    loss, micro_stats = self.micro_batch_loss(micro, num_learnt)  # one global denominator
-                with span("backward"):
-                    self.optimizer.scaled(loss).backward()
-                total_loss += loss.detach()
-                stats.append(micro_stats)
-            with span("optimizer"):
-                report = self.optimizer.step(loss=total_loss.item())
+            report, stats = accumulate(self.optimizer, self.micro_batches(sequences), loss_of)
         with span("metrics"):
             num_ids = sum(len(one.ids) for one in sequences)
             sizes = {"num_tokens": float(num_ids), "num_learnt_tokens": float(num_learnt)}
-            metrics = {**merged(gathered(stats)).metrics(), **sizes, **update_metrics([report])}
+            metrics = {**merged(stats).metrics(), **sizes, **update_metrics([report])}
         return StepResult(metrics, report, partial(batch_rows, self.tokenizer, sequences))
 
     def micro_batches(self, sequences: Sequence[LearntSequence]) -> list[list[LearntSequence]]:

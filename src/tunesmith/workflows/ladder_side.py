@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tunesmith.batch.pack import PolicyBatch, PPOBatch, chunks, pack
+from tunesmith.batch.pack import PolicyBatch, PPOBatch, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.schema import PolicyRecipe
 from tunesmith.core.errors import TrainingError, TunesmithError
@@ -30,7 +30,6 @@ from tunesmith.profiling.meter import metering, usable_cpu
 from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers import passes, rollouts, setup
 from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.metrics import UpdateStats
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.run import run, task_of
 
@@ -143,14 +142,16 @@ class Side:
 
     def _update(self, batch: Any) -> float:
         """An update by all of `batch`, in the recipe's micro-batches; its loss."""
-        optimizer, size, total = self._learner.optimizer, self._section.micro_batch_size, 0.0
+        size, losses = self._section.micro_batch_size, []
         whole = rollouts.update_size(batch.sequences, size)
-        for rows in chunks(range(len(batch.sequences.lengths_B)), size):
-            loss = self._learner.micro_batch_loss(batch.select(rows), whole, UpdateStats())
-            optimizer.scaled(loss).backward()
-            total += loss.item()
-        optimizer.step(math.inf, loss=total)
-        return total
+
+        def loss_of(micro: Any) -> tuple[torch.Tensor, None]:
+            loss, _ = self._learner.micro_batch_loss(micro, whole, is_first=False)
+            losses.append(loss.item())
+            return loss, None
+
+        passes.accumulate_rows(self._learner.optimizer, batch, size, loss_of, math.inf)
+        return sum(losses)
 
     def train(self, cfg: PolicyRecipe, prompts: Sequence[str]) -> float:
         """The gain in reward of a short run of its own: its last five steps against the first five."""
