@@ -78,7 +78,10 @@ def test_what_is_untested_is_said_line_by_line(monkeypatch: pytest.MonkeyPatch) 
     assert set(untested) - {"untested: bf16"} == {"untested: GPU", "untested: systems", "untested: Python"}
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "19", "0"))
-    monkeypatch.setattr("tunesmith.runs.environment.cpu_flags", frozenset)
+    monkeypatch.setattr("tunesmith.runs.environment.cpu_flags", lambda: frozenset({"amx_bf16"}))
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
+    assert {f.name: f.status for f in doctor._untested()}["untested: GPU"] == "ok"  # nothing to warn of here
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
     untested = {finding.name: finding for finding in doctor._untested()}
     assert all(finding.status == "note" for finding in untested.values())
     assert "this is Darwin" in untested["untested: systems"].value

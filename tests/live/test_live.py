@@ -197,7 +197,7 @@ def gradient(loop: Loop, votes: Sequence[VotedPair]) -> torch.Tensor:
     """The gradient that a step hands to the optimizer."""
     found: list[torch.Tensor] = []
 
-    def keep(loss: float) -> None:
+    def keep(**_: object) -> None:
         found.extend(p.grad.flatten().clone() for p in loop.learner.policy.module.parameters() if p.grad is not None)
         raise StopIteration
 

@@ -156,3 +156,49 @@ def test_an_engine_asks_for_prompts() -> None:
 def test_rows_of_a_list_are_not_copied() -> None:
     """A million rows in a list are read as they are. Reported: issue 45.8."""
     assert as_rows(ROWS, "prompts") is ROWS
+
+
+CHATS = [
+    {
+        "prompt": [{"role": "user", "content": f"It's {i}"}],
+        "completion": [{"role": "assistant", "content": "one"}],
+        "chosen": [{"role": "assistant", "content": "one"}],
+        "rejected": [{"role": "assistant", "content": 'a "two"'}],
+    }
+    for i in range(3)
+]
+
+
+@pytest.mark.parametrize("table", [pd.DataFrame, datasets.Dataset.from_list])
+def test_conversations_in_a_csv_of_pandas_are_conversations(table: Callable[..., Any], tmp_path: Path) -> None:
+    """People save chats by to_csv, which writes them as Python prints them; that was trained on. Reported: a tester."""
+    file = tmp_path / "chats.csv"
+    table(CHATS).to_csv(file, index=False)
+    assert load_preferences(str(file))[0].prompt.content == ({"role": "user", "content": "It's 0"},)
+    assert load_preferences(str(file))[0].rejected == ({"role": "assistant", "content": 'a "two"'},)
+    assert load_demonstrations(str(file))[0].completion == ({"role": "assistant", "content": "one"},)
+    assert load_prompts(str(file))[2].content == ({"role": "user", "content": "It's 2"},)
+
+
+def test_a_cell_that_begins_as_messages_and_is_none_is_refused(tmp_path: Path) -> None:
+    """People save arrays of messages, which pandas prints without commas. Reported: a tester."""
+    file = tmp_path / "chats.csv"
+    file.write_text("prompt\n\"[{'role': 'user', 'content': 'Hi'} {'role': 'assistant', 'content': 'Hello'}]\"\n")
+    with pytest.raises(DataError, match="begins as a list of messages, but is neither JSON nor Python"):
+        load_prompts(str(file))
+
+
+def test_a_data_sets_transform_makes_its_rows() -> None:
+    """People rename and join columns by set_transform; the raw columns were trained on. Reported: a tester."""
+    data = datasets.Dataset.from_dict({"q": ["raw"], "a": ["answer"]})
+    data.set_transform(lambda b: {"prompt": [f"Q: {q}" for q in b["q"]], "completion": [f" A: {a}" for a in b["a"]]})
+    (found,) = load_demonstrations(data)
+    assert (found.prompt.content, found.completion) == ("Q: raw", " A: answer")
+
+
+def test_labels_may_be_the_numbers_of_a_column_with_gaps() -> None:
+    """People load labels by pandas, where a column with gaps has floats. Reported: a tester."""
+    rows = [{"prompt": "a", "completion": " b", "label": label} for label in (1.0, 0.0, "1.0", "0.0", 1, "false")]
+    assert [one.is_wanted for one in load_judgements(rows)] == [True, False, True, False, True, False]
+    with pytest.raises(DataError, match=r"`label` is 0\.5; give true"):
+        load_judgements([{"prompt": "a", "completion": " b", "label": 0.5}])

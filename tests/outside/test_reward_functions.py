@@ -2,6 +2,7 @@
 resume."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,26 @@ def test_a_run_goes_on_with_its_own_function_alone(tmp_path: Path) -> None:
             train.resume(started.run_dir, prompts=["a", "b"], reward=other, steps=2, progress=False)  # type: ignore[arg-type]
     again = train.resume(started.run_dir, prompts=["a", "b"], reward=closing_over(1), steps=2, progress=False)
     assert [row["step"] for row in again.metrics] == [1, 2]
+
+
+def test_a_function_that_changes_the_working_directory_does_not_move_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """People's rewards run code in other folders; the run could not write any more. Reported: a tester."""
+    monkeypatch.chdir(tmp_path)
+    away = tmp_path / "away"
+
+    def wanders(completions: Sequence[str], **_: object) -> list[float]:
+        away.mkdir(exist_ok=True)
+        os.chdir(away)
+        return [float(len(completion)) for completion in completions]
+
+    result = train.grpo(model="tiny:llama", prompts=["a", "b"], reward=wanders, steps=2, progress=False)
+    assert Path.cwd() == tmp_path and len(result.metrics) == 2 and not list(away.iterdir())
+
+
+def test_a_reward_whose_square_is_no_number_is_refused() -> None:
+    """People's rewards grow without bound; the deviation was infinite, and nothing was learnt. Reported: a tester."""
+    scorer = Scorer([lambda completions, **_: [1e20 for _ in completions]])
+    with pytest.raises(RewardError, match="a finite number of at most 1e18 in size"):
+        scorer.score([group()])

@@ -11,7 +11,16 @@ import pytest
 
 from tunesmith import train
 from tunesmith.config.load import load_recipe
-from tunesmith.core.errors import ConfigError, DataError, MissingDependencyError, RewardError, RunError, TunesmithError
+from tunesmith.config.sections import ModelSection
+from tunesmith.core.errors import (
+    ConfigError,
+    DataError,
+    MissingDependencyError,
+    ModelError,
+    RewardError,
+    RunError,
+    TunesmithError,
+)
 from tunesmith.models.load import load_policy, load_tokenizer
 from tunesmith.trainers.run import preview
 
@@ -230,3 +239,11 @@ def test_doctor_looks_at_the_tokens_of_a_model(tmp_path: Path) -> None:
     read = tunesmith("doctor", str(judge), "--json")
     assert any(text.startswith("the text, encoded again, ") for _, text in json.loads(read.stdout)["facts"])
     assert tunesmith("doctor", str(tmp_path / "none")).returncode == 2
+
+
+def test_a_mistyped_run_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """People mistype the name of a run, and were told of the hub's cache. Reported: a tester."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "20261128-grpo-1a2b").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"there is no model folder 'runs/20261128-grpo-1a2c'.*did you mean .*1a2b"):
+        load_policy(ModelSection(name="runs/20261128-grpo-1a2c"))

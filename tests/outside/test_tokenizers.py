@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kinds import KINDS, LOSSY, TEMPLATES
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
@@ -29,11 +29,13 @@ from tunesmith.models.tokenizer import (
     Completed,
     decode,
     decode_after,
+    decode_marked,
     encode_completed,
     encode_demonstration,
     encode_marked,
     encode_pair_side,
     encode_prompt,
+    end_token_id,
     special_token_ids,
     stop_at_ends,
     stop_token_ids,
@@ -46,7 +48,7 @@ from tunesmith.rollout.sequence import Sequence as DrawnSequence
 from tunesmith.rollout.sequence import TextStream
 from tunesmith.schema.records import Demonstration, Message, Pair, Prompt, Ranking, Text
 from tunesmith.store.records import Candidate, StoredVote
-from tunesmith.trainers.token_check import token_facts
+from tunesmith.trainers.token_check import _shown_learnt, token_facts
 
 Ids = tuple[int, ...]
 
@@ -493,7 +495,9 @@ def test_no_template_that_trains_what_is_sampled_is_refused(kind: str) -> None:
         tokenizer.chat_template = template
         stop_at_ends(model, tokenizer)
         learnt = [encode_demonstration(tokenizer, Demonstration(Prompt("1", ASK), "Four."), "assistant")]
-        reward = ModelReward(model_of(kind)._classifier)
+        classifier = model_of(kind)._classifier
+        classifier.tokenizer.chat_template = TEMPLATES["ChatML"]
+        reward = ModelReward(classifier)
         prompts = [Prompt("1", ASK), Prompt("2", "The cat was")]
         assert token_facts(model, tokenizer, prompts, learnt, {"r": reward}).problems == []
 
@@ -527,3 +531,53 @@ def test_ten_thousand_random_cases(name: str, data_dir: Path) -> None:
     for what, count in model.counts.items():
         print(f"  {what}: {count}")
     assert model.counts["refused"] < NUM_CASES / 50
+
+
+def _closed_by(template_end: str, *added: str) -> PreTrainedTokenizerBase:
+    """A tokenizer with added tokens that are not special; its template writes `template_end` behind an answer."""
+    tokenizer = tiny_model("llama").tokenizer
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
+    tokenizer.chat_template = (
+        "{% for m in messages %}### {{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'assistant' %}" + template_end + "{% else %}\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}### assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("template_end", [".\n{{ eos_token }}", ".\n\n", "{{ eos_token }}\n"])
+def test_an_added_token_that_is_text_closes_no_turn(template_end: str) -> None:
+    """People train models with line breaks as added tokens: one became the end of every answer. Reported: a tester."""
+    tokenizer = _closed_by(template_end, "\n", "\n\n", "</answer>")
+    prompt, eos = Prompt("x", ({"role": "user", "content": "Hi"},)), str(tokenizer.eos_token)
+    written = template_end.replace("{{ eos_token }}", eos).partition(eos)[0]
+    for answer in ("one\ntwo", "one\n\ntwo", "<answer>4</answer>"):
+        completed = encode_completed(tokenizer, prompt, answer)
+        assert completed.completion_ids[-1] == tokenizer.eos_token_id, answer
+        text = decode_marked(tokenizer, completed.completion_ids)
+        assert text == answer + written + eos
+        asked = Demonstration(prompt, ({"role": "assistant", "content": answer},))
+        learnt = encode_demonstration(tokenizer, asked, "assistant")
+        assert learnt.ids[-1] == tokenizer.eos_token_id and learnt.spans[-1].stop == len(learnt.ids)
+    assert end_token_id(tokenizer, is_conversational=True) == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("answer", ["is 4", " is 4"])
+def test_a_prefill_that_the_template_trims_keeps_its_words_apart(answer: str) -> None:
+    """People begin the answer and end with a space, which the template trims: words were joined. Reported: a tester."""
+    tokenizer = tiny_model("llama").tokenizer
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{m.role}}>{{ m.content|trim }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    before = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "The answer "})
+    completed = encode_completed(tokenizer, Prompt("x", before), answer)
+    assert decode_marked(tokenizer, completed.ids).endswith("<assistant>The answer is 4<|im_end|>")
+
+
+def test_what_is_learnt_is_shown_with_its_first_space() -> None:
+    """People look in the dry run at spaces; SentencePiece decodes a first one away. Reported: a tester."""
+    tokenizer = KINDS["Llama 2"]()
+    learnt = encode_demonstration(tokenizer, Demonstration(Prompt("x", "The film was"), " a joy"), "assistant")
+    shown = dict(_shown_learnt(tokenizer, learnt, "loss on"))["loss on"]
+    assert "' a joy" in shown

@@ -16,9 +16,10 @@ from tunesmith.cli.main import main
 from tunesmith.config.algorithm_sections import DPOSection
 from tunesmith.config.sections import DemonstrationsSection, PairsSection, PromptsSection
 from tunesmith.core.errors import DataError, InputError
+from tunesmith.data.rows import RowError
 from tunesmith.data.sets import demonstration_sets, direct_sets, preference_sets, prompt_sets
 from tunesmith.data.vote_files import VoteFormat, read_given_votes, read_items, write_votes
-from tunesmith.data.vote_values import UNKNOWN_RATER
+from tunesmith.data.vote_values import UNKNOWN_RATER, rater_of, time_of
 from tunesmith.models.tiny import byte_tokenizer
 from tunesmith.schema.records import Text
 from tunesmith.store.records import CampaignSettings, Candidate, ExportRow, GivenVote, Imported, NewItem
@@ -444,3 +445,24 @@ def test_an_import_outlives_the_process_that_has_the_votes(tmp_path: Path) -> No
     with VoteStore.open(path) as store:
         assert store.reader.stats().num_items == 4_000
     assert done[0].num_new + done[0].num_there == 4_000
+
+
+def test_a_rater_in_a_column_with_gaps_is_the_same_rater() -> None:
+    """People save votes by pandas, which writes whole numbers as 1.0 where others are missing. Reported: a tester."""
+    assert rater_of("1.0") == rater_of(1.0) == rater_of(1) == rater_of("1") == "1"
+    assert rater_of("v1.0") == "v1.0"
+
+
+@pytest.mark.parametrize("value", ["20240101", "202401011200", "20240101120000"])
+def test_a_date_without_dashes_is_a_date(value: str) -> None:
+    """People write dates as 20240101, which was a second of 1970. Reported: a tester."""
+    with pytest.raises(RowError, match=r"2024-01-01T.*a time without its zone"):
+        time_of(value)
+
+
+@pytest.mark.parametrize("value", ["45292.5", 45292, 2024, "2024", -5])
+def test_numbers_that_are_no_seconds_of_a_vote_are_refused(value: object) -> None:
+    """People save days of a spreadsheet and years, which were seconds of 1970. Reported: a tester."""
+    with pytest.raises(RowError, match="give seconds since the epoch"):
+        time_of(value)
+    assert time_of(0) == 0.0 and time_of("1704067200") == time_of(1704067200000) == 1704067200.0

@@ -110,6 +110,14 @@ def test_arithmetic_refuses_a_row_without_an_integer(answer: object):
         ("\\boxed{} 6", 6),
         ("18kg", 18),
         ("1,00,000", 100000),
+        ("so \\boxed{x_{1} = 42}", 42),
+        ("\\boxed{1 000}", 1000),
+        ("\\boxed{12\\,500}", 12500),
+        ("about 1e3", 1000),
+        ("about 2.5e-1", Fraction(1, 4)),
+        ("the answer is 2 1/2", Fraction(5, 2)),
+        ("it fell by -2 1/2", Fraction(-5, 2)),
+        ("page 3 of 12", 12),
     ],
 )
 def test_the_final_number_is_found(text: str, number: object):

@@ -15,6 +15,7 @@ from jobs import TRAINERS, forked, go_on, outcome, the_run, train
 from tunesmith.config.load import load_recipe
 from tunesmith.core.errors import RunError
 from tunesmith.runs.checkpoint import list_steps
+from tunesmith.runs.listing import read_run
 from tunesmith.trainers.resume import with_threads
 
 POLICY = (  # all that policies share; GRPO has only its own below
@@ -221,9 +222,11 @@ def test_more_steps_can_be_asked_of_a_run_that_has_ended(tmp_path: Path) -> None
     shorter.mkdir()
     whole = jobs.train("ppo", longer, steps=6, eval_every=2)
     first = jobs.train("ppo", shorter, steps=4, eval_every=2)
-    with pytest.raises(RunError, match="has ended"):
-        go_on(first)
+    for given in ({}, {"run.steps": 4}, {"run.steps": 3}):
+        with pytest.raises(RunError, match=r"has ended after step 4; .* give more steps: --steps N"):
+            go_on(first, **given)
     go_on(first, **{"run.steps": 6})
+    assert (read_run(first).num_steps, read_run(first).total_steps) == (6, 6)
     # The last step is always sampled, so step 4 of the shorter run left a sample more.
     assert {**outcome(first), "samples": ""} == {**outcome(whole), "samples": ""}
 

@@ -306,8 +306,11 @@ def _untested() -> Iterator[Finding]:
     """Parts that are not covered by tests, on this machine or at all."""
     system, python = (platform.system(), platform.machine()), ".".join(platform.python_version_tuple()[:2])
     gpu = "GPUs other than an H200, and several of them"
-    yield Finding("untested: GPU", gpu, "note", "compare a short run with the same on a CPU before a long one")
-    if "AVX512-BF16" not in _bf16_units():
+    if _has_gpu():
+        yield Finding("untested: GPU", gpu, "note", "compare a short run with the same on a CPU before a long one")
+    else:
+        yield Finding("untested: GPU", f"{gpu}; none is here")
+    if (units := _bf16_units()) and "AVX512-BF16" not in units:
         advice = "leave model.dtype at auto, or compare a short run with float32"
         yield Finding("untested: bf16", "bfloat16 on this processor", "note", advice)
     others = "macOS, Windows, processors other than x86-64"
@@ -339,10 +342,15 @@ def _torch() -> Iterator[Finding]:
         yield Finding(f"gpu {index}", f"{facts.name}, {memory}, {dtype}")
 
 
+def _has_gpu() -> bool:
+    """True if there seems to be an NVIDIA GPU, whether torch can use it or not."""
+    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
+
+
 def _no_gpu(torch: Any) -> Finding:
     if torch.backends.mps.is_available():
         return Finding("gpu", "an Apple GPU, which Tunesmith does not use; training runs on the CPU")
-    if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
+    if _has_gpu():
         build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         advice = "install a build of torch for your CUDA driver, see pytorch.org, and look at what nvidia-smi says"
         value = f"an NVIDIA GPU seems to be here, but this torch, built {build}, cannot use it"

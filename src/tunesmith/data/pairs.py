@@ -99,6 +99,7 @@ COMPLETIONS = "completions"
 """Column that makes a row a ranking."""
 
 LABEL = "label"
+_LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 """Column that makes a row a completion judged alone."""
 
 
@@ -338,8 +339,8 @@ def _as_judgement(row: Row) -> Judgement:
     if LABEL not in columns:
         raise missing_column(LABEL, row)
     value = columns[LABEL]
-    label = {"true": True, "false": False, "1": True, "0": False}.get(str(value).strip().lower())
+    label = _LABELS.get(str(value).strip().lower())
     if label is None:
-        found = repr(value) if isinstance(value, str | int) else kind_of(value)
+        found = repr(value) if isinstance(value, str | int | float) else kind_of(value)
         raise RowError(f"`{LABEL}` is {found}; give true for a wanted completion, or false", "wrong type")
     return Judgement(prompt_record(row, prompt, named, source, LABEL), named["completion"], label)

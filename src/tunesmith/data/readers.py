@@ -4,6 +4,7 @@ Each row is a `Candidate`: its place, and a function that returns its columns or
 standard library alone; the others the extra `tunesmith[data]`, which is imported where it is used.
 """
 
+import ast
 import csv
 import gzip
 import importlib
@@ -202,17 +203,32 @@ def _table_columns(header: list[str], cells: list[str] | csv.Error, is_cut: bool
     return checked_columns(columns, TABLE_FORM)
 
 
+_ROLE = re.compile(r"[\"']role[\"']")
+_FIRST_MESSAGE = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content)\1\s*:""")
+
+
 def messages_in(cell: str) -> object | None:
-    """The list of messages that a cell holds in JSON, each an object with `role` and `content`; None for a text."""
-    if not cell.lstrip().startswith("[") or '"role"' not in cell:
+    """The list of messages that a cell holds, in JSON or as Python prints it (pandas and datasets write CSV so), each
+    an object with `role` and `content`; None for a text.
+
+    Raises RowError for what begins as such a list and is none.
+    """
+    if not cell.lstrip().startswith("[") or not _ROLE.search(cell):
         return None
-    try:
-        value = _decoder().decode(cell)
-    except (ValueError, RecursionError):
-        return None
-    messages = cast(Sequence[object], value)
-    is_list = all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages)
-    return messages if is_list else None
+    for read in (_decoder().decode, ast.literal_eval):
+        try:
+            value = read(cell.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        messages = cast(Sequence[object], value)
+        is_list = all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages)
+        return messages if is_list else None
+    if _FIRST_MESSAGE.match(cell):
+        raise RowError(
+            "a cell begins as a list of messages, but is neither JSON nor Python; write the rows as JSONL or Parquet",
+            "not parsed",
+        )
+    return None
 
 
 def _cell(name: str, cell: str) -> object:

@@ -76,8 +76,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _without_format(data: Any) -> Any:
+    """A data set that yields plain Python values; one with a transform, which makes its rows, as it is."""
+    form = getattr(data, "format", None)
+    has_transform = isinstance(form, Mapping) and cast(Mapping[str, object], form).get("type") == "custom"
+    return data if has_transform else data.with_format(None)
+
+
 _TABLES: tuple[tuple[str, tuple[str, ...], Callable[[Any], list[Any]]], ...] = (
-    ("datasets", ("Dataset", "IterableDataset"), lambda data: list(data.with_format(None))),
+    ("datasets", ("Dataset", "IterableDataset"), lambda data: list(_without_format(data))),
     ("datasets", ("Column", "IterableColumn"), list),
     ("pandas", ("DataFrame",), _rows_of_pandas),
     ("pandas", ("Series", "Index"), _items_of_pandas),

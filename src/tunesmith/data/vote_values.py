@@ -3,6 +3,7 @@ the column, never an absence: a vote without its rater or its mark would count a
 """
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -20,6 +21,13 @@ _MILLISECONDS = 1e11
 """Times from here on are no seconds, which would be after the year 5000, but milliseconds."""
 
 _MOST = 1e14
+_DAYS = (1900, 100_000)
+"""Numbers in this range are years or days of a spreadsheet, not seconds, which would be of two days in 1970."""
+
+_DATE = re.compile(r"(19|20)\d\d(0\d|1[0-2])([0-2]\d|3[01])(\d{4}|\d{6})?")
+"""A date, perhaps with a time, in ISO's basic form."""
+
+_WITH_GAPS = re.compile(r"\d+\.0+")
 _DAY_S = 24 * 3600.0
 
 
@@ -29,6 +37,8 @@ def rater_of(value: object, name: str = "rater") -> str:
         return UNKNOWN_RATER
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column of whole numbers with gaps, as Parquet writes it
+    if isinstance(value, str) and _WITH_GAPS.fullmatch(value.strip()):
+        value = value.strip().partition(".")[0]  # the same, as pandas writes it to CSV
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise RowError(f"`{name}` is {kind_of(value)}; give a name or a whole number", "wrong type")
     try:
@@ -53,8 +63,8 @@ def time_of(value: object, name: str = "created_at") -> float | None:
     number = _number(value, name, "give seconds since the epoch, or a time such as 2024-01-01T12:00:00Z")
     if number is None:
         return None
-    if not 0 <= number < _MOST:
-        raise RowError(f"`{name}` is {value}; give seconds since the epoch, or milliseconds")
+    if not 0 <= number < _MOST or _DAYS[0] <= number < _DAYS[1]:
+        raise RowError(f"`{name}` is {value}; give seconds since the epoch, or milliseconds, or 2024-01-01T12:00:00Z")
     seconds = number / 1000 if number >= _MILLISECONDS else number
     if seconds > time.time() + _DAY_S:
         raise RowError(f"`{name}` is {value}, which is in the future; give seconds since the epoch, or milliseconds")
@@ -62,10 +72,10 @@ def time_of(value: object, name: str = "created_at") -> float | None:
 
 
 def _time_in_text(text: str, name: str) -> object:
-    if _is_number(text) or not text:
+    if not text or (_is_number(text) and not _DATE.fullmatch(text)):
         return text
     try:
-        return datetime.fromisoformat(text)
+        return datetime.fromisoformat(f"{text[:8]}T{text[8:]}" if _DATE.fullmatch(text) and text[8:] else text)
     except ValueError as error:
         raise RowError(f"`{name}` is {text[:40]!r}; write a time as 2024-01-01T12:00:00Z") from error
 

@@ -38,12 +38,13 @@ class TurnText:
 @dataclass(frozen=True, slots=True)
 class Closing:
     """What a template writes after the answer at the end of a conversation: `text`, of which a turn keeps `kept`, up to
-    its first special token `token_id`; None if there is none.
+    its first special token `token_id`; None if there is none, or if the template refuses to say (not `is_known`).
     """
 
     text: str
     kept: str
     token_id: int | None
+    is_known: bool = True
 
     def cut(self, text: str) -> str:
         """`text` without what follows the token that closes its last turn."""
@@ -89,7 +90,7 @@ def turn_text(
     behind this prompt.
     """
     before = prompt_text(tokenizer, prompt, messages, continues=continues) if messages else ""
-    messages = _as_shown(messages, before) if continues else messages
+    messages = _as_shown(messages, before, answer) if continues else messages
     closing = closing_of(tokenizer)
     whole = _rendered(tokenizer, prompt, _joined(messages, answer, continues))
     content = answer[-1]["content"]
@@ -121,7 +122,7 @@ def turns_text(
     """
     closing, continues = closing_of(tokenizer), is_continued(messages)
     if continues:
-        messages = _as_shown(messages, prompt_text(tokenizer, prompt, messages, continues=True))
+        messages = _as_shown(messages, prompt_text(tokenizer, prompt, messages, continues=True), answer)
     whole = closing.cut(_rendered(tokenizer, prompt, _joined(messages, answer, continues)))
     spans: list[range] = []
     for place, message in enumerate(answer):
@@ -139,9 +140,13 @@ def turns_text(
     return whole, spans
 
 
-def _as_shown(messages: Sequence[Message], prompt: str) -> Sequence[Message]:
-    """`messages`, whose last one is continued; without the white space at its end if the `prompt`'s text lacks that."""
+def _as_shown(messages: Sequence[Message], prompt: str, answer: Sequence[Message]) -> Sequence[Message]:
+    """`messages`, whose last one the `answer` continues; without the white space at its end if the `prompt`'s text
+    lacks that and the answer begins with its own. If the answer has none, it stands between them, as the answer's.
+    """
     content = messages[-1]["content"]
+    if answer and not answer[0]["content"][:1].isspace():
+        return messages
     shown = content.rstrip()
     is_whole = prompt.endswith(content[len(shown) :])
     return messages if is_whole else (*messages[:-1], {**messages[-1], "content": shown})
@@ -168,25 +173,31 @@ def _closing_of(tokenizer: PreTrainedTokenizerBase, _template: str) -> Closing:
         except DataError:
             continue
         return _closing_in(tokenizer, around[1])
-    return Closing("", "", None)
+    return Closing("", "", None, is_known=False)
 
 
 def _closing_in(tokenizer: PreTrainedTokenizerBase, text: str) -> Closing:
-    special = special_tokens(tokenizer)
-    found = [(text.index(token), -len(token), token) for token in special if token in text]
+    named = named_tokens(tokenizer)
+    found = [
+        (not is_special, text.index(token), -len(token), token)
+        for token, (_, is_special) in named.items()
+        if token in text
+    ]
     if not found:
         return Closing(text, text, None)
-    start, _, token = min(found)
-    return Closing(text, text[: start + len(token)], special[token])
+    _, start, _, token = min(found)
+    return Closing(text, text[: start + len(token)], named[token][0])
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
-    """The tokens that a template can write by name, and their ids: special and added ones, but for the unknown."""
-    added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
-    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    both = {**added, **{str(token): index for token, index in named}}
+def named_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, tuple[int, bool]]:
+    """The tokens that a template can write by name: (id, whether it is special). Special and added ones, but for the
+    unknown, and for added ones that are white space, such as a line break.
+    """
+    added = {str(token): (index, bool(token.special)) for index, token in tokenizer.added_tokens_decoder.items()}
+    special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    both = {**added, **{str(token): (index, True) for token, index in special}}
     unknown = None if tokenizer.unk_token == tokenizer.eos_token else tokenizer.unk_token
-    return {token: index for token, index in both.items() if token != unknown}
+    return {token: found for token, found in both.items() if token != unknown and (found[1] or token.strip())}
 
 
 def _opening(prompt: str, header: str) -> str:

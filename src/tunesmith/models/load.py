@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tunesmith.config.keys import did_you_mean
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.core.log import get_logger
@@ -181,6 +182,20 @@ def as_reward_model(model: PreTrainedModel) -> RewardModel:
     return RewardModel(model, tokenizer, source=name).eval().requires_grad_(False)
 
 
+def _from_hub(name: str, *, with_code: bool) -> Path:
+    """The snapshot of a hub repository. If the name could be a local folder, an error says that there is none."""
+    try:
+        return assets.download_from_hub(name, with_code=with_code)
+    except ModelError as error:
+        around = Path(name).expanduser().parent
+        if around == Path() or not around.is_dir():
+            raise
+        near = did_you_mean(name, [str(path) for path in around.iterdir() if path.is_dir()])
+        raise ModelError(
+            f"there is no model folder {name!r}{near}; `tunesmith runs ls` lists runs. As a model of the hub: {error}"
+        ) from error
+
+
 def find_folder(name: str, *, trust_remote_code: bool = False, how_to_trust: str = _TRUST_POLICY) -> Path:
     """The local folder of the model `name`, downloaded or converted if needed; of a run folder, its `final/`.
 
@@ -198,7 +213,7 @@ def find_folder(name: str, *, trust_remote_code: bool = False, how_to_trust: str
         what = "is no model folder or .gguf file" if path.exists() else "does not exist and is no hub id"
         raise ModelError(f"the model {name!r} {what}; give {_FORMS}")
     else:
-        folder = assets.download_from_hub(name, with_code=trust_remote_code)
+        folder = _from_hub(name, with_code=trust_remote_code)
     if adapter_folder.is_adapter_folder(folder):
         check_adapter_folder(folder, name)
     else:

@@ -19,8 +19,8 @@ from tunesmith.models.conversation import (
     closing_of,
     is_continued,
     messages_of,
+    named_tokens,
     prompt_text,
-    special_tokens,
     turn_text,
     turns_text,
     whole_text,
@@ -417,7 +417,10 @@ def _by_itself(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[tuple[
 
 def _closed(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[int, ...]:
     """A rendered conversation up to the token that closes its last turn, or with eos if none does."""
-    special = set(special_tokens(tokenizer).values())
+    closing, eos_id = closing_of(tokenizer), _special_id(tokenizer.eos_token_id)
+    special = {index for index, is_special in named_tokens(tokenizer).values() if is_special}
+    if closing.is_known:  # a template that closes with no token leaves an answer open that ends with one of its own
+        special = {eos_id} if closing.token_id is None else special | {closing.token_id}
     end = len(ids)
     while end and ids[end - 1] not in special and not decode(tokenizer, ids[end - 1 : end]).strip():
         end -= 1

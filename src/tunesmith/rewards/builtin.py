@@ -160,14 +160,17 @@ _WITH_DIGIT = re.compile(r"[\w.,:/^%]+")
 _INTEGER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
 
 # A sign counts if it is right before the number or its currency, and not after a word, where it is an operator
-# or a hyphen. Two numbers with `/` between them are a fraction.
-_DECIMAL = r"(?:[0-9](?:,?[0-9])*(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+# or a hyphen. Two numbers with `/` between them are a fraction, and a mixed number with a whole one before them.
+_DECIMAL = r"(?:(?:[0-9](?:,?[0-9])*(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?!\w))?)"
 _SIGN = r"(?:(?<![\w)\]}%])(?P<sign>[-+]))?(?:\\?[$\u00a3\u20ac] ?(?P<inner>[-+])?)?"
-_NUMBER = re.compile(rf"{_SIGN}(?P<over>{_DECIMAL})(?:/(?P<under>{_DECIMAL}))?")
+_MIXED = r"(?:(?<![0-9.,/])(?P<whole>[0-9]{1,6}) (?=[0-9]+/[0-9]))?"
+_NUMBER = re.compile(rf"{_SIGN}{_MIXED}(?P<over>{_DECIMAL})(?:/(?P<under>{_DECIMAL}))?")
 _MARKED = re.compile(rf"####[^\w\n]{{0,8}}?{_NUMBER.pattern}")
 _LATEX_COMMA = re.compile(r"\{,\}|,\\!")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]{1,40})\}\{([0-9.,]{1,40})\}")
 _BOX = "\\boxed{"
+_SPACED = re.compile(r"(?<=[0-9])(?:\\[,; ]|[ ~\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+"""A space between thousands."""
 _MAX_DIGITS = 1000  # nobody means a longer number, and its arithmetic takes long
 
 
@@ -208,9 +211,19 @@ def final_number(text: str) -> Fraction | None:
     if marked:
         return _value(marked)
     _, box, inside = text.rpartition(_BOX)
-    boxed = list(_NUMBER.finditer(inside.partition("}")[0])) if box else []
+    boxed = list(_NUMBER.finditer(_SPACED.sub("", _up_to_brace(inside)))) if box else []
     numbers = boxed or list(_NUMBER.finditer(text))
     return _value(numbers[-1]) if numbers else None
+
+
+def _up_to_brace(text: str) -> str:
+    """`text` up to the brace that closes the one before it."""
+    depth = 1
+    for place, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return text[:place]
+    return text
 
 
 def _first_integer(text: str) -> Fraction | None:
@@ -257,6 +270,8 @@ def _value(match: re.Match[str]) -> Fraction | None:
         if under == 0:
             return None
         value /= under
+    if match["whole"]:
+        value += _fraction(match["whole"])
     is_negative = (match["sign"] == "-") != (match["inner"] == "-")
     return -value if is_negative else value
 

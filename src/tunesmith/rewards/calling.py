@@ -6,11 +6,13 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import reprlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -22,7 +24,8 @@ from tunesmith.rewards.threads import HangError, Worker, within
 
 _SEARCH_S = 10.0
 RETRY_S = 60.0
-_MAX_FLOAT32 = 3.4028234e38
+_LARGEST = 1e18
+"""Of larger rewards the squares, whose sums a standard deviation is of, are no numbers of float32."""
 _MAX_SHOWN = 60
 
 
@@ -132,13 +135,15 @@ class CalledReward(ABC):
 
     def _invoke(self, arguments: Mapping[str, object], samples: Sequence[Sample]) -> object:
         try:
-            return _read(self._function(**arguments), len(samples))
+            with _same_directory():
+                return _read(self._function(**arguments), len(samples))
         except (Exception, SystemExit) as error:  # the user's code: whatever it raises is reported as its failure
             raise self._raised(error, samples) from error
 
     async def _invoke_async(self, arguments: Mapping[str, object], samples: Sequence[Sample]) -> object:
         try:
-            return _read(await self._function(**arguments), len(samples))  # type: ignore[misc]
+            with _same_directory():
+                return _read(await self._function(**arguments), len(samples))  # type: ignore[misc]
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # as in `_invoke`
             raise self._raised(error, samples) from error
 
@@ -172,11 +177,11 @@ class CalledReward(ABC):
         if value is None:
             return None
         number = _as_float(value)
-        if abs(number) <= _MAX_FLOAT32:  # false for NaN too
+        if abs(number) <= _LARGEST:  # false for NaN too
             return number
         return SampleError(
-            f"reward `{self.name}` returned {_shown(value)} for {sample}; it must be a finite number in the range of "
-            "float32, or None where the reward does not apply",
+            f"reward `{self.name}` returned {_shown(value)} for {sample}; it must be a finite number of at most "
+            "1e18 in size, or None where the reward does not apply",
             "returned no finite number",
         )
 
@@ -194,6 +199,22 @@ class ObjectReward(CalledReward):
         self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
     ) -> dict[str, object]:
         return {"samples": [_own(sample) for sample in samples]}
+
+
+@contextmanager
+def _same_directory() -> Iterator[None]:
+    """Goes back to the working directory in which it was entered: functions that run code may change it, and the run's
+    own files have relative paths.
+    """
+    before = None
+    with suppress(OSError):  # it was removed before
+        before = os.getcwd()
+    try:
+        yield
+    finally:
+        if before is not None:
+            with suppress(OSError):
+                os.chdir(before)
 
 
 def is_async(function: Callable[..., object]) -> bool:

@@ -140,7 +140,7 @@ def read_run(path: Path, root: Path | None = None) -> RunFacts:
         model=str(model.get("name", "")) if is_mapping(model := recipe.get("model")) else "",
         status=run_status(path, recipe),
         num_steps=int(number(rows[-1].get("step")) or 0) if rows else 0,
-        total_steps=_total_steps(recipe, result),
+        total_steps=_total_steps(path, recipe, result),
         figure_name=figure_name,
         figure=figure,
         minutes=minutes if minutes is not None else spent_s / 60 if rows else None,
@@ -234,9 +234,13 @@ def run_status(path: Path, recipe: Row) -> RunStatus:
     return "stopped" if can_go_on else "failed"
 
 
-def _total_steps(recipe: Row, result: Row) -> int | None:
+def _total_steps(path: Path, recipe: Row, result: Row) -> int | None:
+    """The steps that were asked for last: by the recipe, or when the run was resumed."""
     run = recipe.get("run")
     steps = run.get("steps") if is_mapping(run) else None
+    for row in read_rows(path / "resumes.jsonl"):
+        if is_mapping(changes := row.get("changes")) and isinstance(change := changes.get("run.steps"), list):
+            steps = change[-1]
     found = steps if steps is not None else result.get("steps")
     return int(found) if isinstance(found, int | float) else None
 

@@ -92,7 +92,7 @@ class Distill(PolicyParts):
             minibatch = select(sequences, rows)
             micros = passes.micro_batches(minibatch, cfg.micro_batch_size)
             loss_of = partial(self.micro_batch_loss, num_tokens=minibatch.num_tokens)
-            report, found = passes.accumulate(self.optimizer, micros, loss_of)
+            report, found = passes.accumulate(self.optimizer, micros, loss_of, has_stages=True)
             reports.append(report)
             stats += found
         return stats, reports
@@ -110,11 +110,12 @@ class Distill(PolicyParts):
         """(Sum of the divergences of all completion tokens, divided by `num_tokens`, a scalar; its statistics)."""
         with torch.no_grad(), span("teachers"):
             teachers = [_predictions(one.model, micro, one.weight) for one in self.teachers]
-        student = _predictions(self.policy, micro)
-        section, size = self.cfg.distill, len(self.tokenizer)
-        beta = {"forward_kl": 0.0, "jensen_shannon": section.beta, "reverse_kl": 1.0}[section.divergence]
-        divergence = Divergence(beta, section.temperature)
-        return divergence_loss(student, teachers, divergence, num_tokens=num_tokens, vocabulary=size)
+        with span("forward"):
+            student = _predictions(self.policy, micro)
+            section, size = self.cfg.distill, len(self.tokenizer)
+            beta = {"forward_kl": 0.0, "jensen_shannon": section.beta, "reverse_kl": 1.0}[section.divergence]
+            divergence = Divergence(beta, section.temperature)
+            return divergence_loss(student, teachers, divergence, num_tokens=num_tokens, vocabulary=size)
 
 
 def _predictions(model: LanguageModel, sequences: Sequences, weight: float = 1.0) -> Predictions:

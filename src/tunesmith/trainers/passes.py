@@ -4,6 +4,7 @@ Shape legend: B sequences, S positions of prompt and completion, T completion to
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -33,18 +34,21 @@ def accumulate(
     micro_batches: Sequence[MicroT],
     loss_of: Callable[[MicroT], tuple[torch.Tensor, StatsT]],
     max_norm: float | None = None,
+    *,
+    has_stages: bool = False,
 ) -> tuple[StepReport, list[StatsT]]:
     """One update by the sum of the losses of `micro_batches`: the optimizer's report, and what `loss_of` returned
     beside each loss, on every rank that of all ranks.
 
     A rank computes its share of the micro-batches, so the denominator of a mean in a loss must be a number that every
     rank knows: of tokens, rows or pairs of the whole update. A sum, or a gradient, that is not finite is refused.
-    Gradients are clipped to `max_norm` (default: the recipe's).
+    Gradients are clipped to `max_norm` (default: the recipe's). `has_stages`: `loss_of` has spans of its own, beside
+    `forward`.
     """
     losses: list[torch.Tensor] = []
     stats: list[StatsT] = []
     for micro in share_of(micro_batches):
-        with span("forward"):
+        with nullcontext() if has_stages else span("forward"):
             loss, micro_stats = loss_of(micro)
         with span("backward"):
             optimizer.scaled(loss).backward()

@@ -50,7 +50,8 @@ def resume(
     inputs = inputs or Inputs()
     _check_inputs(run_dir, inputs)
     if _has_ended(run_dir, changes):
-        raise RunError(f"{run_dir} has ended; to train it further, give more steps: --run.steps N")
+        done = read_object(run_dir / "result.json").get("steps")
+        raise RunError(f"{run_dir} has ended after step {done}; to train it further, give more steps: --steps N")
     if leads():
         _note_resume(run_dir, changes)
     recipe = with_threads(recipe, run_dir, old.scale.ranks)
@@ -161,7 +162,11 @@ def _checked_changes(run_dir: Path, old: Recipe, recipe: Recipe) -> dict[str, tu
 
 def _has_ended(run_dir: Path, changes: Mapping[str, tuple[object, object]]) -> bool:
     """True if the run has made all its steps, and is not given more."""
-    return (run_dir / "result.json").is_file() and "run.steps" not in changes
+    if not (run_dir / "result.json").is_file():
+        return False
+    _, wanted = changes.get("run.steps", (None, None))
+    done = read_object(run_dir / "result.json").get("steps")
+    return not isinstance(wanted, int) or (isinstance(done, int) and wanted <= done)
 
 
 def _check_inputs(run_dir: Path, inputs: Inputs) -> None:

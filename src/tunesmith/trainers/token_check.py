@@ -24,6 +24,7 @@ from tunesmith.models.tokenizer import (
     end_token_id,
     special_token_ids,
     stop_token_ids,
+    text_after,
 )
 from tunesmith.rewards.model import ModelReward
 from tunesmith.rewards.outcome import Sample
@@ -135,7 +136,8 @@ def _shown_learnt(tokenizer: PreTrainedTokenizerBase, sequence: LearntSequence, 
     yield f"row {sequence.id}", _shown_ids(sequence.ids)
     yield "", repr(_cut(decode_marked(tokenizer, sequence.ids)))
     for span in sequence.spans:
-        text = decode_marked(tokenizer, sequence.ids[span.start : span.stop])
+        before, whole = (decode_marked(tokenizer, sequence.ids[:end]) for end in (span.start, span.stop))
+        text = text_after(before, whole)
         yield what, f"{len(span)} of {len(sequence.ids)} ids, from {span.start} on: {_cut(text)!r}"
 
 
