@@ -121,7 +121,7 @@ ROWS: Mapping[str, Row] = {
             "launches": gpu_models.decode_launches,
         },
         (Bar("256 x 256", "times_eager", 20.0), Bar("256 x 256", "roofline_share", 0.25)),
-        expected_s=75,
+        expected_s=90,
         most_s=180,
     ),
     "preference": Row(
