@@ -1,4 +1,4 @@
-"""Every trainer on a GPU: it is there that the model is, the figures are the CPU's, and a killed run ends the same."""
+"""Every trainer on a GPU: it is there that the model is, the figures are the CPU's, and a stopped run goes on."""
 
 import json
 import math

@@ -99,8 +99,9 @@ COMPLETIONS = "completions"
 """Column that makes a row a ranking."""
 
 LABEL = "label"
-_LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 """Column that makes a row a completion judged alone."""
+
+_LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
 def _as_ranking(row: Row) -> Ranking:
