@@ -247,3 +247,19 @@ def test_a_mistyped_run_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "runs" / "20261128-grpo-1a2b").mkdir(parents=True)
     with pytest.raises(ModelError, match=r"there is no model folder 'runs/20261128-grpo-1a2c'.*did you mean .*1a2b"):
         load_policy(ModelSection(name="runs/20261128-grpo-1a2c"))
+
+
+def test_a_run_that_goes_on_elsewhere_says_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume in another folder blamed the file of a relative path. Reported: a tester of this project."""
+    rows = ('{"prompt": "a", "completion": "b"}\n', '{"prompt": "c", "completion": "d"}\n')
+    (tmp_path / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    run_dir = train.sft(demonstrations="rows.jsonl", **options(tmp_path)).run_dir.absolute()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    with caplog.at_level("INFO", "tunesmith"), pytest.raises(DataError, match=r"rows\.jsonl does not exist"):
+        train.resume(run_dir, steps=9)
+    assert f"the run was started in {tmp_path}; relative paths" in caplog.text

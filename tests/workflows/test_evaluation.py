@@ -167,7 +167,7 @@ def test_the_command_prints_one_object_or_a_table(trained, capsys: pytest.Captur
     run, _, facts = trained
     assert main(["eval", "reward", "--model", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == facts["accuracy"]
-    assert main(["eval", "reward", "--model", str(run)]) == 0
+    assert main(["eval", "reward", str(run)]) == 0
     shown = capsys.readouterr().out
     assert "accuracy on the" in shown
     assert "TF-IDF   fitted on" in shown
@@ -180,4 +180,5 @@ def test_a_model_of_unknown_pairs_needs_some_and_says_so(trained) -> None:
 
 def test_flags_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "reward", "--model", "x", "--num-bins", "0"]) == 2
+    assert main(["eval", "reward"]) == main(["eval", "reward", "x", "--model", "x"]) == 2
     assert "--num-bins is 0" in capsys.readouterr().err

@@ -66,12 +66,13 @@ def demo(words: Sequence[str]) -> None:
 
 def _live(flags: DemoFlags) -> None:
     """Run `tunesmith demo --live`."""
+    from tunesmith.reports.text import count_of
     from tunesmith.workflows.demo import run_live_demo
 
     folder = Path(flags.out) / "live"
     with reporting(as_json=flags.json) as output:
         result = run_live_demo(folder, seed=flags.seed, announce=lambda url: output.say(f"vote     {url}"))
-        output.say(f"version {result.serving} has learnt from {result.votes} votes\nfolder   {folder}")
+        output.say(f"version {result.serving} has learnt from {count_of(result.votes, 'vote')}\nfolder   {folder}")
         if result.path:
             output.say(f"try it   tunesmith chat {result.path} --against base")
         output.finish({"folder": folder, **asdict(result)})

@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tunesmith.cli.options import check_ranges, flag, parse
+from tunesmith.cli.options import Positional, check_ranges, flag, parse
 from tunesmith.cli.output import reporting
 from tunesmith.core.errors import InputError
 
@@ -102,7 +102,8 @@ class RewardEvalOptions:
     Baselines: the longer one wins, and a Bradley-Terry model on TF-IDF fitted on other pairs.
     """
 
-    model: Annotated[str, flag("Run folder, folder or hub id of a reward model.", "RUN")]
+    run: Annotated[str | None, Positional, flag("Run folder, folder or hub id of a reward model.", "RUN")] = None
+    model: Annotated[str | None, flag("The same, by name.", "RUN")] = None
     pairs: Annotated[str | None, flag("Source of pairs; by default those that the run held out.", "SOURCE")] = None
     label: Annotated[str | None, flag("Of a classifier with several labels: the reward's.", "NAME")] = None
     skip_bad: Annotated[bool, flag("Drop rows that cannot be used, and count them.")] = False
@@ -115,12 +116,15 @@ def reward(words: Sequence[str]) -> None:
     """Run `tunesmith eval reward`."""
     options = parse(RewardEvalOptions, words, "eval reward")
     check_ranges(options, micro_batch_size=(1, inf), num_bins=(1, inf))
+    model = options.run or options.model
+    if model is None or (options.run and options.model):
+        raise InputError("give one reward model: `tunesmith eval reward RUN`")
     from tunesmith.evaluation.tables import reward_table
     from tunesmith.workflows.evaluation import evaluate_reward
 
     with reporting(as_json=options.json) as output:
         found = evaluate_reward(
-            options.model,
+            model,
             options.pairs,
             label=options.label,
             skip_bad=options.skip_bad,

@@ -82,9 +82,11 @@ def _train(options: LiveOptions, overrides: "Overrides", output: Output) -> None
     )
     assert isinstance(loaded.recipe, LiveRecipe)
     from tunesmith.live import loop as live
+    from tunesmith.reports.text import count_of
 
     result = live.run(loaded.recipe, provenance=loaded.provenance)
-    output.say(f"version {result.serving} has learnt from {result.votes} votes in {result.updates} updates")
+    learnt = f"{count_of(result.votes, 'vote')} in {count_of(result.updates, 'update')}"
+    output.say(f"version {result.serving} has learnt from {learnt}")
     output.say(f"folder   {options.dir}")
     if result.path:
         output.say(f"try it   tunesmith chat {result.path} --against base")

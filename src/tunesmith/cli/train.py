@@ -125,7 +125,7 @@ def _show(resolved: "Resolved", output: Output) -> None:
     """Print the resolved recipe, the estimate, a data sample and its tokens; raise DataError if a run would."""
     from tunesmith.config.effects import ineffective
     from tunesmith.config.yaml_text import to_yaml
-    from tunesmith.reports.text import duration, memory_size
+    from tunesmith.reports.text import count_of, duration, memory_size
     from tunesmith.trainers.run import preview
 
     output.say(to_yaml(resolved.recipe, resolved.provenance))
@@ -134,8 +134,8 @@ def _show(resolved: "Resolved", output: Output) -> None:
     output.say(f"model    {facts.model}, {facts.num_parameters:,} parameters")
     output.say(f"memory   {memory_size(sum(facts.memory_gb.values()))} estimated: {parts}")
     output.say("by stage " + ", ".join(f"{stage} {memory_size(size_gb)}" for stage, size_gb in facts.stage_gb.items()))
-    output.say(f"time     about {duration(facts.seconds)} for {facts.num_steps:,} steps")
-    output.say(f"data     {facts.num_items:,} items, for example:\n{visible(facts.sample)}")
+    output.say(f"time     about {duration(facts.seconds)} for {count_of(facts.num_steps, 'step')}")
+    output.say(f"data     {count_of(facts.num_items, 'item')}, for example:\n{visible(facts.sample)}")
     if facts.server:
         output.say(visible(facts.server))
     for one in ineffective(resolved.recipe, resolved.provenance):

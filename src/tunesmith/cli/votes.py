@@ -124,6 +124,8 @@ def export(words: Sequence[str]) -> None:
 def stats(words: Sequence[str]) -> None:
     """Run `tunesmith votes stats`."""
     options = parse(StatsOptions, words, "votes stats")
+    from tunesmith.reports.text import count_of
+
     with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
         found, places = reader.stats(campaign_id), _leaderboard(options.dir)
@@ -131,7 +133,7 @@ def stats(words: Sequence[str]) -> None:
         base = next((visible(one.name) for one in places if one.low == one.high == 0.5), "")
         for one in places[:_MAX_SHOWN]:
             rate = one.note if one.win_rate is None else f"{one.win_rate:.0%} ({one.low:.0%} to {one.high:.0%})"
-            output.say(f"against {base:<6} {visible(one.name)}: {rate}, {one.num_votes} votes")
+            output.say(f"against {base:<6} {visible(one.name)}: {rate}, {count_of(one.num_votes, 'vote')}")
         output.finish({**asdict(found), "leaderboard": list(map(asdict, places))})
 
 
@@ -155,6 +157,8 @@ def _reader(folder: Path) -> "VoteReader":
 
 
 def _say(found: "VoteStats", output: Output) -> None:
+    from tunesmith.reports.text import count_of
+
     output.say(
         f"votes          {found.num_votes}  (ties {found.num_ties}, both bad {found.num_both_bad}, "
         f"last hour {found.num_votes_last_hour}); skipped {found.num_skips}"
@@ -169,9 +173,8 @@ def _say(found: "VoteStats", output: Output) -> None:
     for rater in found.raters[:_MAX_SHOWN]:
         gold = "" if rater.gold_accuracy is None else f", gold {rater.gold_accuracy:.0%} of {rater.num_gold}"
         dwell = "" if rater.median_dwell_ms is None else f", {rater.median_dwell_ms / 1000:.1f} s each"
-        output.say(
-            f"rater          {visible(rater.name)}: {rater.num_votes} votes, left {_bias(rater.left)}{gold}{dwell}"
-        )
+        num_votes = count_of(rater.num_votes, "vote")
+        output.say(f"rater          {visible(rater.name)}: {num_votes}, left {_bias(rater.left)}{gold}{dwell}")
 
 
 def _agreement(measure: "Agreement") -> str:

@@ -79,7 +79,7 @@ class BadRows:
 
     def __init__(self, *, skip: bool = False, can_skip: bool = True) -> None:
         self.skip = skip
-        self._advice = "\nskip_bad: true drops bad rows and counts them" if can_skip and not skip else ""
+        self._advice = "\nskip_bad: true (--skip-bad) drops bad rows and counts them" if can_skip and not skip else ""
         self.source = "the list of rows"
         self.num_rows = 0
         self._problems: list[str] = []

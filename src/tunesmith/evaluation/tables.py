@@ -7,6 +7,7 @@ from rich.text import Text
 from tunesmith.core.log import one_line
 from tunesmith.evaluation.compare import Comparison
 from tunesmith.evaluation.reward_quality import RewardQuality
+from tunesmith.reports.text import count_of
 from tunesmith.schema.records import plain_text
 
 _NUM_SAMPLES = 3
@@ -78,7 +79,7 @@ def reward_table(quality: RewardQuality) -> RenderableType:
     q = quality
     table = Table.grid(padding=(0, 2))
     interval = f"{q.accuracy_low:.3f} to {q.accuracy_high:.3f}"
-    table.add_row("accuracy", f"{q.accuracy:.3f}", f"95 % interval {interval}, {q.num_pairs:,} pairs")
+    table.add_row("accuracy", f"{q.accuracy:.3f}", f"95 % interval {interval}, {count_of(q.num_pairs, 'pair')}")
     table.add_row("longer wins", f"{q.longer_wins:.3f}", "the rule that the longer one was preferred")
     if q.tfidf is not None:
         p_value = "" if q.p_value_tfidf is None else f", p = {q.p_value_tfidf:.2g} (McNemar)"
@@ -90,8 +91,9 @@ def reward_table(quality: RewardQuality) -> RenderableType:
     table.add_row("ECE", f"{q.ece:.3f}", "mean distance of confidence and accuracy")
     table.add_row("margin", f"{q.mean_margin:.3f}", "mean reward of the better minus that of the worse one")
     table.add_row("length", _or_none(q.length_correlation), "correlation of margin and difference in tokens")
-    table.add_row("", _or_none(q.accuracy_longer), f"accuracy on the {q.num_longer:,} pairs whose better one is longer")
-    table.add_row("", _or_none(q.accuracy_shorter), f"on the {q.num_shorter:,} pairs whose better one is shorter")
+    longer, shorter = count_of(q.num_longer, "pair"), count_of(q.num_shorter, "pair")
+    table.add_row("", _or_none(q.accuracy_longer), f"accuracy on the {longer} whose better one is longer")
+    table.add_row("", _or_none(q.accuracy_shorter), f"on the {shorter} whose better one is shorter")
     bins = Table(show_edge=False, pad_edge=False)
     for name in ("confidence", "pairs", "mean", "accuracy"):
         bins.add_column(name, justify="right")

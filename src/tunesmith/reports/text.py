@@ -60,6 +60,11 @@ def memory_size(gb: float) -> str:
     return f"{gb:.1f} GB" if gb >= 0.1 else f"{gb * 1000:.1f} MB"
 
 
+def count_of(number: int, noun: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def duration(seconds: object) -> str:
     """Seconds as `840 ms`, `12.3 s`, `4 min 05 s` or `2 h 10 min`."""
     x = number(seconds)

@@ -34,9 +34,10 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *SPIN_VARIABLES)
 
 
 def environment() -> dict[str, object]:
-    """Package versions, Python, platform, CPU model and flags, cores, memory and the command line."""
+    """Package versions, Python, platform, CPU model and flags, cores, memory, the command line and its folder."""
     return {
         "command": sys.argv,
+        "folder": os.getcwd(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.machine(),
@@ -46,6 +47,13 @@ def environment() -> dict[str, object]:
         "packages": package_versions(),
         "thread_variables": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
     }
+
+
+def other_folder(began: object) -> str:
+    """A sentence for who reads a run's files in another folder than the run, whose `environment.json` has `began`."""
+    if not isinstance(began, str) or began == os.getcwd():
+        return ""
+    return f"the run was started in {began}; relative paths of its recipe are read from {os.getcwd()} now"
 
 
 def package_versions() -> dict[str, str | None]:

@@ -14,7 +14,7 @@ from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import InputError, RunError
 from tunesmith.core.log import get_logger
 from tunesmith.distributed.launch import as_started, leads
-from tunesmith.runs.environment import package_versions
+from tunesmith.runs.environment import other_folder, package_versions
 from tunesmith.runs.folder import RUN_ID, RunFolder
 from tunesmith.runs.listing import read_object
 from tunesmith.runs.lock import RunLock, only_start
@@ -182,6 +182,8 @@ def _check_inputs(run_dir: Path, inputs: Inputs) -> None:
 
 def _note_resume(run_dir: Path, changes: Mapping[str, tuple[object, object]]) -> None:
     """Write to `resumes.jsonl` what changed since the run began, and warn of packages that may change its numbers."""
+    if elsewhere := other_folder(read_object(run_dir / "environment.json").get("folder")):
+        _log.info("%s", elsewhere)
     began = _facts(run_dir)["packages"]
     now = package_versions()
     versions = {name: (began.get(name), now[name]) for name in _NUMERIC_PACKAGES if began.get(name) != now[name]}

@@ -193,6 +193,8 @@ class RewardTask:
         figures = {
             "steps": len(session.metrics),
             "num_pairs": len(self.data.train),
+            "num_heldout_pairs": len(self.data.heldout),
+            "num_ties": sum(not item.decided for item in (*self.data.train, *self.data.heldout)),
             "refused_steps": session.num_refused,
             **{name: last[name] for name in names if name in last},
         }

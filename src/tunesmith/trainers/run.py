@@ -29,6 +29,7 @@ from tunesmith.models.export import ModelCard
 from tunesmith.models.language_model import model_of_recipe
 from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import moment_bytes
+from tunesmith.reports.text import count_of
 from tunesmith.rollout.remote.in_process import vllm_library
 from tunesmith.rollout.remote.server import Server
 from tunesmith.rollout.workers.actors import ray_library
@@ -195,7 +196,7 @@ def lead(
             session.folder.write_json("setup.json", computing(cfg, learner, estimate))
         if progress and (num_left := task.num_steps - session.first_step):
             left = estimate.work.remaining(num_left, cfg.run.eval_every)
-            announce_time(left.seconds(cost) + ending_s(estimate, cfg), f"{num_left} steps")
+            announce_time(left.seconds(cost) + ending_s(estimate, cfg), count_of(num_left, "step"))
         measure(task, learner, session, "before")
         for index in session.steps():
             take_step(task, learner, session, rates, index)

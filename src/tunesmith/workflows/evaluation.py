@@ -10,6 +10,7 @@ from tunesmith.config.load import load_recipe, read_algorithm
 from tunesmith.config.schema import RewardRecipe
 from tunesmith.config.sections import ModelSection, PairsSection, PromptsSection, RewardSource
 from tunesmith.core.errors import InputError
+from tunesmith.core.log import get_logger
 from tunesmith.data.prompts import load_prompts
 from tunesmith.data.sets import preference_sets
 from tunesmith.evaluation.compare import Comparison, Side, compare
@@ -17,6 +18,10 @@ from tunesmith.evaluation.reward_quality import RewardQuality, decided_pairs, ju
 from tunesmith.models.load import compute_dtype, load_policy, load_reward_model
 from tunesmith.models.loaded import context_length
 from tunesmith.rewards.scorer import Scorer
+from tunesmith.runs.environment import other_folder
+from tunesmith.runs.listing import read_object
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,8 @@ def run_recipe(model: str) -> RewardRecipe | None:
     file = Path(model).expanduser() / "recipe.yaml"
     if not file.is_file() or read_algorithm(file) != "reward":
         return None
+    if elsewhere := other_folder(read_object(file.with_name("environment.json")).get("folder")):
+        _log.info("%s", elsewhere)
     recipe = load_recipe("reward", file=file).recipe
     assert isinstance(recipe, RewardRecipe)
     return recipe
