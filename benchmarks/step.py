@@ -29,7 +29,7 @@ from benchmarks.trl import (
     pair_facts,
     show_pair,
 )
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.core.errors import TrainingError
 from tunesmith.models.load import compute_dtype
 from tunesmith.trainers.grpo import GRPO

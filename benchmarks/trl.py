@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from benchmarks.common import Say, in_turns, load_warning, paired, spread_text
 from benchmarks.process import Process, Server
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import MissingDependencyError, TrainingError
 from tunesmith.core.trace import trace

@@ -38,7 +38,7 @@ from benchmarks.trl import (
 from tunesmith.algorithms.advantages import group_relative
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import Completion, Group
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.models.language_model import LanguageModel

@@ -24,7 +24,7 @@ import tunesmith
 from benchmarks.common import machine_facts
 from benchmarks.process import free_port
 from benchmarks.vllm_engine import vllm_python
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError
 from tunesmith.models.export import ModelCard, save_final

@@ -10,7 +10,7 @@ from torch.autograd import grad, gradcheck
 from tunesmith.algorithms import direct_loss
 from tunesmith.algorithms.direct_loss import PairLogps
 from tunesmith.algorithms.sums import merged
-from tunesmith.config.algorithm_sections import DPOSection
+from tunesmith.config.algorithms.dpo import DPOSection
 from tunesmith.core.errors import InputError
 
 seeds = st.integers(0, 2**32 - 1)

@@ -10,7 +10,7 @@ from torch.autograd import grad
 
 from tunesmith.algorithms import direct_loss
 from tunesmith.algorithms.direct_loss import PairLogps
-from tunesmith.config.algorithm_sections import DPOSection
+from tunesmith.config.algorithms.dpo import DPOSection
 
 CLOSE = {"atol": 1e-5, "rtol": 0}
 

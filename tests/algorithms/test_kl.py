@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.autograd import grad, gradcheck
 
 from tunesmith.algorithms import kl, policy_loss
-from tunesmith.config.algorithm_sections import KLSection, PolicyLossSection
+from tunesmith.config.policy_sections import KLSection, PolicyLossSection
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.policy_loss.records import PolicyTokens
 

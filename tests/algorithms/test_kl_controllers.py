@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.algorithms import kl
-from tunesmith.config.live_sections import LiveKLSection
+from tunesmith.config.algorithms.live import LiveKLSection
 from tunesmith.core.errors import InputError
 from tunesmith.live.loop import adapt_kl
 

@@ -9,7 +9,9 @@ from torch.autograd import grad, gradcheck
 
 from tunesmith.algorithms import policy_loss
 from tunesmith.algorithms.sums import merged
-from tunesmith.config.algorithm_sections import GRPOSection, KLSection, PolicyLossSection, PPOSection
+from tunesmith.config.algorithms.grpo import GRPOSection
+from tunesmith.config.algorithms.ppo import PPOSection
+from tunesmith.config.policy_sections import KLSection, PolicyLossSection
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 

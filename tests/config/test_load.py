@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from tunesmith.config.algorithms.grpo import GRPORecipe
+from tunesmith.config.algorithms.ppo import PPORecipe
+from tunesmith.config.algorithms.reward import RewardRecipe
 from tunesmith.config.load import Resolved, algorithm_of, load_recipe, origins_of, parse_overrides
-from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
 from tunesmith.config.yaml_text import parse
 from tunesmith.core.errors import ConfigError
 

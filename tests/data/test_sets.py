@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.algorithm_sections import DPOSection
+from tunesmith.config.algorithms.dpo import DPOSection
 from tunesmith.config.sections import PairsSection, PromptsSection
 from tunesmith.core.errors import DataError
 from tunesmith.data.collate import EncodedPair, EncodedRanking

@@ -23,8 +23,8 @@ from recipes import (
 )
 from safetensors.torch import load_file
 
+from tunesmith.config.recipe import Recipe
 from tunesmith.config.scale_sections import ScaleSection
-from tunesmith.config.schema import Recipe
 from tunesmith.distributed.launch import ranks_of
 from tunesmith.distributed.ranks import rank
 from tunesmith.models import load

@@ -8,7 +8,7 @@ from on_ranks import KL, Runs, few_low, trained, weights_of
 from recipes import PROMPTS, demonstrations, dpo_recipe, grpo_recipe, pairs, ppo_recipe, reward_recipe, sft_recipe
 from torch import nn
 
-from tunesmith.config.schema import SFTRecipe
+from tunesmith.config.algorithms.sft import SFTRecipe
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import ConfigError
 from tunesmith.models.optimizer import MasterAdamW, StepReport

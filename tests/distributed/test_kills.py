@@ -20,7 +20,7 @@ from jobs import context, outcome, the_run
 from on_ranks import few_low
 from recipes import PROMPTS, grpo_recipe
 
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.core.errors import TunesmithError
 from tunesmith.core.faults import VARIABLE
 from tunesmith.trainers.api import Inputs

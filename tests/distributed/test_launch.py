@@ -19,7 +19,7 @@ import torch
 from on_ranks import on_ranks, weights_of
 from recipes import PROMPTS, demonstrations, grpo_recipe, sft_recipe, training
 
-from tunesmith.config.schema import SFTRecipe
+from tunesmith.config.algorithms.sft import SFTRecipe
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.faults import VARIABLE
 from tunesmith.distributed import launch, ranks

@@ -9,11 +9,12 @@ import torch
 from on_ranks import KL, Runs, difference, few_low, on_ranks, samples_of, trained
 from recipes import PROMPTS, demonstrations, dpo_recipe, grpo_recipe, pairs, ppo_recipe, sft_recipe
 
-from tunesmith.config.schema import RewardRecipe, SFTRecipe
+from tunesmith.config.algorithms.reward import RewardRecipe
+from tunesmith.config.algorithms.sft import SFTRecipe
 from tunesmith.distributed.shares import whole
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.run import ALGORITHMS, batch_of
+from tunesmith.trainers.run import batch_of, task_of
 
 
 def runs_of(folder: Path, algorithms: Sequence[str], steps: int, model: str = "tiny:llama") -> Runs:
@@ -60,7 +61,7 @@ def double_steps(runs: Runs) -> list[dict[str, torch.Tensor]]:
     """The weights after all steps of each of `runs` in float64, on rank 0."""
     found: list[dict[str, torch.Tensor]] = []
     for cfg, inputs in runs:
-        task = ALGORITHMS[cfg.algorithm](cfg, inputs, setup.prepare(cfg))
+        task = task_of(cfg, inputs, setup.prepare(cfg))
         task.loaded.model.double()  # type: ignore[attr-defined]
         learner = task.build()
         for index in range(task.num_steps):

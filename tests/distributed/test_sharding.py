@@ -21,8 +21,8 @@ from recipes import (
     sft_recipe,
 )
 
+from tunesmith.config.recipe import Recipe
 from tunesmith.config.scale_sections import ScaleSection
-from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import ModelError, TrainingError
 from tunesmith.distributed.ranks import gathered, rank
 from tunesmith.models.language_model import language_model

@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes import _merged
 
-from tunesmith.config.schema import LiveRecipe
+from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.live import loop as live
 from tunesmith.live.folder import open_folder
 from tunesmith.live.loop import Loop

@@ -11,7 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tunesmith.config.schema import GRPORecipe, PPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
+from tunesmith.config.algorithms.ppo import PPORecipe
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.native import Kernels

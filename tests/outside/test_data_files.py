@@ -11,7 +11,7 @@ import pytest
 
 from tunesmith import load_prompts
 from tunesmith.batch.rollout import Completion
-from tunesmith.config.algorithm_sections import DPOSection
+from tunesmith.config.algorithms.dpo import DPOSection
 from tunesmith.config.sections import DemonstrationsSection, ModelSection, PairsSection, PromptsSection
 from tunesmith.core.errors import DataError
 from tunesmith.data import sets

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from tunesmith import run
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.config.effects import _rules_of, ineffective
 from tunesmith.config.keys import leaves
 from tunesmith.config.levels import LEVELS
 from tunesmith.config.load import load_recipe, read_algorithm, shipped_names
-from tunesmith.config.schema import RECIPES, GRPORecipe
+from tunesmith.config.schema import RECIPES
 from tunesmith.config.trl_config import convert
 from tunesmith.core.errors import ConfigError, ModelError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tunesmith.cli.main import main
-from tunesmith.config.algorithm_sections import DPOSection
+from tunesmith.config.algorithms.dpo import DPOSection
 from tunesmith.config.sections import DemonstrationsSection, PairsSection, PromptsSection
 from tunesmith.core.errors import DataError, InputError
 from tunesmith.data.rows import RowError

@@ -14,7 +14,7 @@ from tunesmith.planning.shape import Shape, read_shape
 from tunesmith.planning.workload import Workload, workload_of
 from tunesmith.trainers.estimate import policy_estimate
 
-WORK = Workload("ppo", 64, 1, 20, 12, 6.0, micro_batch_size=16, slots=64)
+WORK = Workload(True, 64, 1, 20, 12, 6.0, micro_batch_size=16, slots=64)
 
 
 def shape_of_tiny(family: str, folder: Path) -> Shape:

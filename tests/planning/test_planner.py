@@ -15,7 +15,7 @@ from tunesmith.planning.step_time import Cluster, StepModel
 from tunesmith.planning.workload import Workload
 
 H100 = HARDWARE["h100"]
-WORK = Workload("grpo", 64, 8, 256, 1024, 512.0, micro_batch_size=4, has_reference=True)
+WORK = Workload(True, 64, 8, 256, 1024, 512.0, micro_batch_size=4, has_reference=True)
 PLANNER = Planner(read_shape("llama-3-8b"))
 
 

@@ -7,7 +7,7 @@ import torch
 from grpo_oracle import Oracle, Recorder, double
 from recipes import PROMPTS, Started, groups_of
 
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.rewards.sources import RewardLike
 from tunesmith.trainers.api import StepResult
 

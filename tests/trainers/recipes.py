@@ -3,20 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import (
-    BestOfNRecipe,
-    DistillRecipe,
-    DPORecipe,
-    GRPORecipe,
-    PPORecipe,
-    Recipe,
-    RewardRecipe,
-    SFTRecipe,
-)
+from tunesmith.config.algorithms.best_of_n import BestOfNRecipe
+from tunesmith.config.algorithms.distill import DistillRecipe
+from tunesmith.config.algorithms.dpo import DPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
+from tunesmith.config.algorithms.ppo import PPORecipe
+from tunesmith.config.algorithms.reward import RewardRecipe
+from tunesmith.config.algorithms.sft import SFTRecipe
+from tunesmith.config.recipe import Recipe
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, StepResult
-from tunesmith.trainers.run import ALGORITHMS, run
+from tunesmith.trainers.run import run, task_of
 from tunesmith.trainers.setup import RunResult
 
 PROMPTS = ["The film", "A story", "Once more", "They said"]
@@ -136,7 +134,7 @@ class Started:
 
     def __init__(self, cfg: Recipe, **inputs: Any) -> None:
         self.cfg = cfg
-        self.task: Any = ALGORITHMS[cfg.algorithm](cfg, Inputs(**inputs), setup.prepare(cfg))
+        self.task: Any = task_of(cfg, Inputs(**inputs), setup.prepare(cfg))
         self.learner: Any = self.task.build()
         self.identity = self.task.prepare(self.learner, False)
 

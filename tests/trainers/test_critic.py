@@ -12,7 +12,7 @@ import torch
 from jobs import outcome
 from recipes import PROMPTS, ppo_recipe, training
 
-from tunesmith.config.schema import PPORecipe
+from tunesmith.config.algorithms.ppo import PPORecipe
 from tunesmith.models.heads import Critic
 from tunesmith.models.tiny import tiny_model
 from tunesmith.trainers.critic import CriticProcess

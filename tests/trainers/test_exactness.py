@@ -8,7 +8,8 @@ import pytest
 import torch
 from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe, training
 
-from tunesmith.config.schema import GRPORecipe, PPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
+from tunesmith.config.algorithms.ppo import PPORecipe
 from tunesmith.kernels.linear.api import cpu_has_bfloat16
 from tunesmith.kernels.linear.exact import is_by_onednn
 from tunesmith.models.language_model import LanguageModel

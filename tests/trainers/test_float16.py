@@ -6,8 +6,8 @@ import pytest
 import torch
 from recipes import PROMPTS, Started, training
 
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import GRPORecipe
 from tunesmith.trainers.estimate import Estimate, announce
 from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.work import Rows, RunWork, Work

@@ -15,7 +15,7 @@ from recipes import PROMPTS, groups_of, grpo_recipe, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunesmith.batch.rollout import Completion
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import trace

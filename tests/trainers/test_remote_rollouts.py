@@ -9,7 +9,8 @@ import pytest
 from completions_server import Clock, CompletionsServer
 from recipes import PROMPTS, best_of_n_recipe, distill_recipe, grpo_recipe, ppo_recipe, training
 
-from tunesmith.config.schema import GRPORecipe, LiveRecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
+from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.core.errors import ServerError
 from tunesmith.models.tiny import tiny_model
 from tunesmith.runs.checkpoint import list_steps

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tunesmith.batch.pack import PolicyBatch, Sequences
-from tunesmith.config.algorithm_sections import GRPOSection
+from tunesmith.config.algorithms.grpo import GRPOSection
 from tunesmith.trainers.passes import micro_batches
 from tunesmith.trainers.rollouts import minibatches, update_size
 

@@ -13,7 +13,7 @@ from jobs import forked, go_on, outcome, the_run
 from recipes import PROMPTS, Started, best_of_n_recipe, distill_recipe, grpo_recipe, ppo_recipe, training
 
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.core.errors import RunError
 from tunesmith.models.language_model import language_model
 from tunesmith.rollout.native_engine import NativeEngine

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tunesmith.config.algorithm_sections import Baseline, Scale
+from tunesmith.config.algorithms.grpo import Baseline, Scale
 from tunesmith.kernels.gae import api as kernel
 from tunesmith.kernels.gae.torch_impl import Advantages
 from tunesmith.kernels.masking import check_shapes, kept, total

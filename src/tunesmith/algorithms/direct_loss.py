@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tunesmith.algorithms.sums import Sums
-from tunesmith.config.algorithm_sections import DPOSection
+from tunesmith.config.algorithms.dpo import DPOSection
 from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, total
 
 

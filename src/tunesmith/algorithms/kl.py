@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from tunesmith.config.algorithm_sections import Estimator
+from tunesmith.config.policy_sections import Estimator
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.masking import check_shapes, kept
 

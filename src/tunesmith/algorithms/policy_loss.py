@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tunesmith.algorithms.kl import penalty
 from tunesmith.algorithms.sums import Sums
-from tunesmith.config.algorithm_sections import KLSection, Level, Normalization, PolicyLossSection
+from tunesmith.config.policy_sections import KLSection, Level, Normalization, PolicyLossSection
 from tunesmith.config.sections import ImportanceSection
 from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, kept, shared_out, total
 from tunesmith.kernels.native import shared

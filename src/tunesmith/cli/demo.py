@@ -17,7 +17,7 @@ class DemoFlags:
     minutes.
     """
 
-    algorithm: Annotated[Literal["ppo", "grpo", "best_of_n"], flag("What trains the policy.")] = "ppo"
+    algorithm: Annotated[str, flag("What trains the policy; a recipe demo_NAME must exist.", "NAME")] = "ppo"
     seed: Annotated[int, flag("Seed of everything that is drawn.", "N")] = 0
     vote: Annotated[bool, flag("You vote, with two keys in the terminal.")] = False
     quick: Annotated[bool, flag("A run of few steps, to see that all parts work.")] = False

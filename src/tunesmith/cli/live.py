@@ -71,8 +71,8 @@ def seconds(text: str) -> float:
 
 
 def _train(options: LiveOptions, overrides: "Overrides", output: Output) -> None:
+    from tunesmith.config.algorithms.live import LiveRecipe
     from tunesmith.config.load import load_recipe
-    from tunesmith.config.schema import LiveRecipe
 
     is_plain = options.recipe is None and options.config is None
     recipe = _RECIPE if is_plain and options.model in (None, _SMOLLM2) else options.recipe

@@ -78,10 +78,9 @@ Start with `tunesmith demo`.
 @cache
 def commands() -> dict[str, tuple[str, str]]:
     """`COMMANDS` with a `train` command for each algorithm, whose help is the first line of its recipe's docstring."""
-    from tunesmith.config.schema import RECIPES
+    from tunesmith.config.schema import SPECS
 
-    recipes = {name: recipe for name, recipe in RECIPES.items() if name != "live"}
-    train = {f"train {name}": ("train:train", str(recipe.__doc__)) for name, recipe in recipes.items()}
+    train = {f"train {name}": ("train:train", str(spec.recipe.__doc__)) for name, spec in SPECS.items()}
     names = list(COMMANDS)
     place = names.index("live")
     return {**{n: COMMANDS[n] for n in names[:place]}, **train, **{n: COMMANDS[n] for n in names[place:]}}

@@ -15,7 +15,7 @@ from tunesmith.core.errors import InputError, ProfiledError
 from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
-    from tunesmith.config.schema import Recipe
+    from tunesmith.config.recipe import Recipe
     from tunesmith.reports.chart import Table
 
 _SHOWN = {"stages": None, "operators": 12, "functions": 6}
@@ -64,13 +64,12 @@ def profile(words: Sequence[str]) -> None:
 def _recorded(algorithm: str, words: Sequence[str], num_steps: int) -> Path:
     """The folder of a new run that was profiled and has ended."""
     from tunesmith.cli.train import parse_train, resolve
-    from tunesmith.config.schema import RECIPES
+    from tunesmith.config.schema import SPECS
 
-    algorithms = [name for name in RECIPES if name != "live"]
-    if algorithm not in algorithms:
+    if algorithm not in SPECS:
         raise InputError(
-            f"there is no algorithm {visible(algorithm)!r}{did_you_mean(algorithm, algorithms)}; there are "
-            f"{', '.join(algorithms)}"
+            f"there is no algorithm {visible(algorithm)!r}{did_you_mean(algorithm, SPECS)}; there are "
+            f"{', '.join(SPECS)}"
         )
     flags, keys = parse_train(algorithm, words)
     if flags.dry_run:

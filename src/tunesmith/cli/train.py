@@ -1,4 +1,4 @@
-"""`tunesmith train ALGORITHM`, for each algorithm of `config.schema.RECIPES`, and `tunesmith resume`."""
+"""`tunesmith train ALGORITHM`, for each algorithm of `config.schema.SPECS`, and `tunesmith resume`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -86,9 +86,9 @@ def train(algorithm: str, words: Sequence[str]) -> None:
 
 def parse_train(algorithm: str, words: Sequence[str]) -> tuple[_TrainOptions, list[str]]:
     """The flags of `tunesmith train ALGORITHM` in `words`, and the words of its recipe's keys."""
-    from tunesmith.config.schema import RECIPES
+    from tunesmith.config.schema import SPECS
 
-    schema = RECIPES[algorithm]
+    schema = SPECS[algorithm].recipe
     doc = (
         f"{schema.__doc__}\n\nEvery key of the recipe is also a flag: --optimizer.learning-rate 3e-5. "
         f"`tunesmith recipes keys {algorithm}` lists them."
@@ -98,9 +98,9 @@ def parse_train(algorithm: str, words: Sequence[str]) -> tuple[_TrainOptions, li
 
 
 def _data_section(algorithm: str) -> str:
-    from tunesmith.config.schema import RECIPES
+    from tunesmith.config.schema import SPECS
 
-    return next(section for section in _OPTIONS if section in RECIPES[algorithm].model_fields)
+    return SPECS[algorithm].recipe.data_section()
 
 
 def resolve(algorithm: str, options: _TrainOptions, unknown: Sequence[str]) -> "Resolved":
@@ -156,11 +156,13 @@ def _show(resolved: "Resolved", output: Output) -> None:
 
 def report(result: "RunResult", output: Output) -> None:
     """Print the summary of a run; with `--json`, its figures are also at the top level of the object."""
+    from tunesmith.config.schema import trains_reward_model
+
     summary = dict(result.summary)
     for name, value in summary.items():
         output.say(f"{name:<30} {value:.4g}" if isinstance(value, float) else f"{name:<30} {value}")
     output.say(f"\nrun      {result.run_dir}\nreport   {result.run_dir / 'report.html'}")
-    if summary["algorithm"] == "reward":
+    if trains_reward_model(summary["algorithm"]):
         output.say(f"use it   tunesmith train ppo --reward {result.run_dir}")
     else:
         output.say(f"try it   tunesmith chat {result.run_dir} --against base")

@@ -18,8 +18,8 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 WHOLE = 1_000_000
 """More rows than a step has: each minibatch is a single pass."""
 
-# Not where the same key bounds the passes over held-out rows.
-_MICRO_BATCHES = ("ppo.micro_batch_size", "grpo.micro_batch_size", "best_of_n.micro_batch_size")
+MICRO_BATCH = "<section>.micro_batch_size"
+"""The key of each section with a KL to the reference: elsewhere it also bounds the passes over held-out rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ TECHNIQUES = (
     Technique("logits in blocks", "basic", {"model.forward": "full"}, {"model.forward": "padded"}),
     Technique("16-bit weights", "advanced", {"model.dtype": "float32"}, {"model.dtype": "auto"}),
     Technique("packing", "advanced", {"model.forward": "padded"}, {"model.forward": "auto"}),
-    Technique("accumulation", "advanced", dict.fromkeys(_MICRO_BATCHES, WHOLE), {}),
+    Technique("accumulation", "advanced", {MICRO_BATCH: WHOLE}, {}),
     Technique(
         "rewards while drawing",
         "advanced",
@@ -68,4 +68,8 @@ def settings_of(level: Level, schema: type[Section]) -> dict[str, object]:
         if LEVELS.index(technique.level) <= rank:
             values |= technique.used
     known = {key.path for key in leaves(schema)}
+    size = values.pop(MICRO_BATCH, None)
+    if size is not None:
+        sections = [path.removesuffix(".kl.coef") for path in known if path.endswith(".kl.coef")]
+        values |= {f"{section}.micro_batch_size": size for section in sections}
     return {path: value for path, value in values.items() if path in known}

@@ -14,7 +14,8 @@ from tunesmith.config.effects import check_effects
 from tunesmith.config.keys import did_you_mean, item_of, section_of
 from tunesmith.config.levels import LEVELS, Level, settings_of
 from tunesmith.config.merge import Layers, Origin, Problem
-from tunesmith.config.schema import RECIPES, Recipe
+from tunesmith.config.recipe import Recipe
+from tunesmith.config.schema import RECIPES, SPECS
 from tunesmith.config.sections import Section
 from tunesmith.config.yaml_text import Document, is_mapping, parse, read
 from tunesmith.core.errors import ConfigError
@@ -111,7 +112,7 @@ def algorithm_of(document: Document, name: str) -> str:
     if "live" in data:
         return "live"  # it has the sections of others too
     shared = set(Recipe.model_fields)
-    own = {name: set(schema.model_fields) - shared for name, schema in RECIPES.items() if name != "live"}
+    own = {name: set(schema.model_fields) - shared for name, schema in RECIPES.items() if name in SPECS}
     most = max(len(set(data) & sections) for sections in own.values())
     fitting = [algorithm for algorithm, sections in own.items() if most and len(set(data) & sections) == most]
     if len(fitting) > 1:  # settings of an algorithm say more than sections of its data

@@ -12,7 +12,7 @@ from typing import Any
 from tunesmith.config.effects import ineffective
 from tunesmith.config.keys import did_you_mean
 from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import Recipe
+from tunesmith.config.recipe import Recipe
 from tunesmith.config.yaml_text import parse
 from tunesmith.core.errors import ConfigError
 

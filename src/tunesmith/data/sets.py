@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from tunesmith.algorithms.preference_loss import MAX_TIED
 from tunesmith.batch.targets import LearntSequence
-from tunesmith.config.algorithm_sections import DPOSection
+from tunesmith.config.algorithms.dpo import DPOSection
 from tunesmith.config.sections import DataSection, DemonstrationsSection, PairsSection, PromptsSection
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger

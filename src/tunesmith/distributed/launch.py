@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from tunesmith.config.recipe import Recipe
 from tunesmith.config.scale_sections import ScaleSection
-from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import ConfigError, InputError, LostRankError, TrainingError
 from tunesmith.distributed.ranks import Ranks, is_lost, joined
 from tunesmith.distributed.stages import Stages

@@ -7,7 +7,7 @@ from typing import Any, cast
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from tunesmith.config.schema import Recipe
+from tunesmith.config.recipe import Recipe
 from tunesmith.core.errors import InputError
 from tunesmith.trainers.api import Learner, Listener, Wishes
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import yaml
 
+from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.config.load import load_recipe, origins_of
-from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
 from tunesmith.profiling.stage import Stage

@@ -13,8 +13,7 @@ from statistics import fmean, median
 
 from tunesmith.algorithms import kl
 from tunesmith.batch.pack import chunks
-from tunesmith.config.live_sections import LiveKLSection
-from tunesmith.config.schema import LiveRecipe
+from tunesmith.config.algorithms.live import LiveKLSection, LiveRecipe
 from tunesmith.core.errors import DataError, StoreError, TrainingError
 from tunesmith.core.log import Once, get_logger
 from tunesmith.core.seeds import Groups, derive, permutation_of_groups

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
-from tunesmith.config.schema import LiveRecipe
+from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.core.seeds import derive, items_at
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer

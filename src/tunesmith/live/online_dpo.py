@@ -18,7 +18,7 @@ from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
 from tunesmith.algorithms.kl import Controller
 from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import chunks
-from tunesmith.config.live_sections import OnlineDPOSection
+from tunesmith.config.algorithms.live import OnlineDPOSection
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerBatch, AnswerTable, collate_answers

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tunesmith.algorithms import kl
 from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.pack import chunks
-from tunesmith.config.schema import LiveRecipe
+from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.core.seeds import Groups, derive, permutation_of_groups
 from tunesmith.core.trace import span
 from tunesmith.data.collate import EncodedPair

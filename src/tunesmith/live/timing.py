@@ -1,6 +1,6 @@
 """About how long an update takes, by a trial of the policy."""
 
-from tunesmith.config.schema import LiveRecipe
+from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.live.offers import Offers
 from tunesmith.live.online_dpo import OnlineDPO
 from tunesmith.live.votes import VoteMemory

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from tunesmith.config.live_sections import LiveSection
-from tunesmith.config.schema import LiveRecipe
+from tunesmith.config.algorithms.live import LiveRecipe, LiveSection
 from tunesmith.config.sections import LoraSection
 from tunesmith.core import faults
 from tunesmith.core.log import get_logger

@@ -21,7 +21,7 @@ PUBLISHED: Mapping[int, float] = {8: 253.8, 16: 143.4, 32: 81.2}
 1,024 rollouts, global batch 128 (its Accelerated-RLHF.md; arXiv 2405.01481)."""
 
 PUBLISHED_WORK = Workload(
-    algorithm="ppo",
+    draws=True,
     prompts=1024,
     completions=1,
     prompt_tokens=256,

@@ -101,7 +101,7 @@ def _pass_bytes(shape: Shape, work: Workload, layout: Layout, *, is_trained: boo
     logits = (2 if is_trained else 1) * 4 * scored * shape.vocab_size
     return {
         "activations": (kept * layers * is_trained + one_layer) / layout.tensor,
-        "logits": logits / layout.tensor if work.algorithm != "reward" else 0.0,
+        "logits": logits / layout.tensor if work.trains != "reward model" else 0.0,
     }
 
 

@@ -1,28 +1,29 @@
 """The computation of a step: sequences, lengths, passes, and how it is cut into pieces."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from tunesmith.config.algorithm_sections import DPOSection, KLSection, PPOSection
-from tunesmith.config.schema import PolicyRecipe, Recipe, SamplingRecipe
+from tunesmith.config.recipe import Recipe, SamplingRecipe
+from tunesmith.config.schema import SPECS
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Work of one step. Lengths are in tokens; `mean_new_tokens` is the mean of what is drawn, at most `new_tokens`.
 
-    `num_other_models` are further models that score all rows, such as teachers. `critic` is `separate` for a second
-    model that is trained too. `slots` is the number of completions that an engine draws at a time, `lease` the number
-    that it takes from the queue at a time; 0 is an equal share for each engine. `trained_share` is the share of the
-    weights that is trained, `itemsize` the bytes of a weight, `moment_bytes` those of the moments of one.
+    `draws` says that the step samples completions, `trains` what it trains (`config.spec.Spec`). `num_other_models` are
+    further models that score all rows, such as teachers. `critic` is `separate` for a second model that is trained too.
+    `slots` is the number of completions that an engine draws at a time, `lease` the number that it takes from the queue
+    at a time; 0 is an equal share for each engine. `trained_share` is the share of the weights that is trained,
+    `itemsize` the bytes of a weight, `moment_bytes` those of the moments of one.
     """
 
-    algorithm: str
+    draws: bool
     prompts: int
     completions: int
     prompt_tokens: float
     new_tokens: int
     mean_new_tokens: float
+    trains: str = "policy"
     num_epochs: int = 1
     num_minibatches: int = 1
     micro_batch_size: int = 1
@@ -41,11 +42,6 @@ class Workload:
     def num_rows(self) -> int:
         """Sequences of a step."""
         return self.prompts * self.completions
-
-    @property
-    def draws(self) -> bool:
-        """True if the step samples completions."""
-        return self.algorithm in ("ppo", "grpo", "best_of_n", "distill")
 
     @property
     def row_tokens(self) -> float:
@@ -72,28 +68,26 @@ def workload_of(recipe: Recipe, prompt_tokens: float, mean_new_tokens: float | N
     """The step of `recipe`. Prompts have `prompt_tokens` on average, completions `mean_new_tokens`, half of
     their limit by default.
     """
-    name = "reward_model" if recipe.algorithm == "reward" else recipe.algorithm
-    section: Any = getattr(recipe, name)
-    kl = getattr(section, "kl", None)
+    spec = SPECS[recipe.algorithm]
+    passes = spec.passes(recipe)
     shared = {
-        "algorithm": recipe.algorithm,
+        "draws": spec.draws,
+        "trains": spec.trains,
         "prompt_tokens": prompt_tokens,
+        "num_epochs": passes.num_epochs,
+        "num_minibatches": passes.num_minibatches,
+        "micro_batch_size": passes.micro_batch_size,
+        "has_reference": passes.reference,
+        "num_other_models": passes.num_teachers,
+        "recomputes_old_policy": passes.old_policy,
+        "critic": passes.critic,
         "checkpointed": recipe.model.gradient_checkpointing,
         "trained_share": 0.01 if recipe.model.lora.rank else 1.0,
         "itemsize": 4 if recipe.model.dtype == "float32" else 2,
         "moment_bytes": 8.0 if recipe.optimizer.state == "float32" else 2.03,
-        "num_epochs": section.num_epochs if isinstance(recipe, SamplingRecipe) else 1,
-        "num_minibatches": getattr(section, "num_minibatches", 1),
     }
     if not isinstance(recipe, SamplingRecipe):
-        per_row = 1 if recipe.algorithm == "sft" else 2  # a pair is two rows
-        rows = per_row * getattr(section, "demonstrations_per_step" if per_row == 1 else "pairs_per_step")
-        micro = per_row * getattr(section, "micro_batch_size", 1)
-        is_compared = isinstance(section, DPOSection) and section.needs_reference and section.reference == "live"
-        return Workload(
-            **shared, prompts=rows, completions=1, new_tokens=0, mean_new_tokens=0.0, micro_batch_size=micro,
-            has_reference=is_compared,
-        )  # fmt: skip
+        return Workload(**shared, prompts=passes.num_rows, completions=1, new_tokens=0, mean_new_tokens=0.0)
     rollout = recipe.rollout
     return Workload(
         **shared,
@@ -101,10 +95,5 @@ def workload_of(recipe: Recipe, prompt_tokens: float, mean_new_tokens: float | N
         completions=rollout.completions_per_prompt,
         new_tokens=rollout.max_new_tokens,
         mean_new_tokens=mean_new_tokens or max(1.0, rollout.max_new_tokens / 2),
-        micro_batch_size=section.micro_batch_size,
-        has_reference=isinstance(kl, KLSection) and kl.coef > 0,
-        num_other_models=len(getattr(section, "teachers", ())) if not isinstance(recipe, PolicyRecipe) else 0,
-        recomputes_old_policy=rollout.recompute_logps or rollout.backend != "native",
-        critic=section.critic if isinstance(section, PPOSection) else "none",
         slots=rollout.num_slots if rollout.backend != "transformers" else rollout.batch_size,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from tunesmith.config.schema import RECIPES
 from tunesmith.config.yaml_text import is_mapping
 from tunesmith.profiling.places import Window, read_places, summed, within
 from tunesmith.profiling.tail import Tail, tails
@@ -69,7 +70,8 @@ class Facts:
     @property
     def section(self) -> str:
         """Section of the recipe with the settings of the algorithm."""
-        return "reward_model" if self.algorithm == "reward" else self.algorithm
+        recipe = RECIPES.get(self.algorithm)
+        return (recipe.OWN if recipe else "") or self.algorithm
 
     @property
     def step_s(self) -> float:

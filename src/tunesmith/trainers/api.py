@@ -12,7 +12,7 @@ from torch import nn
 
 from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.upload import Uploader
-from tunesmith.config.schema import Recipe
+from tunesmith.config.recipe import Recipe
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.pairs import JudgementLike
 from tunesmith.data.prompts import PromptLike

@@ -7,15 +7,15 @@ are compared with. Shape legend: P prompts, G completions per prompt, B kept seq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 
 from tunesmith.algorithms import kl
 from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.pack import PolicyBatch, pack
-from tunesmith.config.algorithm_sections import BestOfNSection
-from tunesmith.config.schema import BestOfNRecipe
+from tunesmith.config.algorithms.best_of_n import BestOfNSection
+from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.models.division import divide
@@ -33,9 +33,6 @@ from tunesmith.trainers.rollouts import DrawingPolicy, PolicyTask, Rollouts
 class BestOfN(DrawingPolicy):
     """The learner: `step` changes the policy, the optimizer and the KL controller."""
 
-    shown: ClassVar[Sequence[str]] = ("reward", "reward/kept", "loss")
-    title: ClassVar[str] = "best-of-n (RAFT)"
-
     cfg: BestOfNSection
     rollouts: Rollouts
     policy: LanguageModel
@@ -45,13 +42,13 @@ class BestOfN(DrawingPolicy):
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def build(cls, task: PolicyTask, cfg: BestOfNRecipe) -> Self:
+    def build(cls, task: PolicyTask, cfg: PolicyRecipe) -> Self:
         """The learner before its first step."""
-        policy, reference, controller = task.policy_and_reference(cfg.best_of_n.kl)
+        policy, reference, controller = task.policy_and_reference(cfg.section.kl)
         divide(policy, reference, draws=True)
         optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
-        return cls(cfg.best_of_n, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)
+        return cls(cfg.section, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)
 
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
         """Step `index` (from 0): draw n completions of each prompt, score them, keep the best, learn their tokens."""

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import torch
 
-from tunesmith.config.schema import Recipe, SamplingRecipe
+from tunesmith.config.recipe import Recipe, SamplingRecipe
 from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.core.trace import Trace
 from tunesmith.distributed.ranks import num_ranks
@@ -30,7 +30,6 @@ from tunesmith.rollout.workers.engine import WorkerEngine
 from tunesmith.runs import cgroup
 from tunesmith.runs.environment import usable_cores
 from tunesmith.trainers.api import Learner, Metrics
-from tunesmith.trainers.distill import Distill
 from tunesmith.trainers.estimate import Estimate
 
 _PROBE = "rms_norm"
@@ -78,7 +77,7 @@ def _engine(cfg: Recipe, learner: Any, module: PreTrainedModel) -> dict[str, obj
     """The rollout engine, and why it is not the native one; null in an algorithm that draws nothing."""
     if not isinstance(cfg, SamplingRecipe):
         return {"engine": None, "engine_reason": "", "engine_exact": None}
-    outer: Engine = learner.engine if isinstance(learner, Distill) else learner.rollouts.engine
+    outer: Engine = learner.engine
     engine = outer.inner if isinstance(outer, DividedEngine) else outer
     reason = ""
     if cfg.rollout.backend != "native":

@@ -15,7 +15,7 @@ from tunesmith.algorithms.divergence import Divergence, DivergenceStats, Predict
 from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import Sequences, pack, select
 from tunesmith.batch.rollout import Group
-from tunesmith.config.schema import DistillRecipe
+from tunesmith.config.algorithms.distill import DistillRecipe
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.core.seeds import derive
@@ -127,9 +127,6 @@ def _predictions(model: LanguageModel, sequences: Sequences, weight: float = 1.0
 
 class DistillTask:
     """Prompts and teachers, and how a student is evaluated."""
-
-    shown = ("loss", "teacher_agreement", "entropy")
-    title = "on-policy distillation"
 
     def __init__(self, cfg: DistillRecipe, inputs: Inputs, device: torch.device) -> None:
         self.cfg = cfg

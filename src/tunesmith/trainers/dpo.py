@@ -17,8 +17,7 @@ from tunesmith.algorithms import direct_loss
 from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
 from tunesmith.algorithms.sums import Sums, merged
 from tunesmith.batch.pack import chunks
-from tunesmith.config.algorithm_sections import DPOSection
-from tunesmith.config.schema import DPORecipe
+from tunesmith.config.algorithms.dpo import DPORecipe, DPOSection
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import Groups, items_at, steps_of_epochs
@@ -189,8 +188,6 @@ class DPO(PolicyParts):
 class DPOTask:
     """Preference pairs or labels, and how a policy is evaluated on them."""
 
-    shown = ("loss", "rewards/accuracies", "rewards/margins")
-
     def __init__(self, cfg: DPORecipe, inputs: Inputs, device: torch.device) -> None:
         self.cfg = cfg
         self.loaded = load_policy(cfg.model, device=device)
@@ -209,11 +206,6 @@ class DPOTask:
         self.num_steps = cfg.run.steps or steps_of_epochs(
             cfg.dpo.num_epochs, len(self.data.train), cfg.dpo.pairs_per_step
         )
-
-    @property
-    def title(self) -> str:
-        """Name of the algorithm on the model card."""
-        return f"direct preference optimisation ({self.cfg.dpo.loss})"
 
     @property
     def is_live(self) -> bool:

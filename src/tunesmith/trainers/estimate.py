@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from tunesmith.config.schema import Recipe, SamplingRecipe
+from tunesmith.config.recipe import Recipe, SamplingRecipe
+from tunesmith.config.schema import SPECS
+from tunesmith.config.spec import Passes
 from tunesmith.models.loaded import PreTrainedModel, layers_of
 from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
@@ -87,25 +88,24 @@ def policy_estimate(
 
     The other models are given by their numbers of parameters.
     """
-    section: Any = getattr(cfg, cfg.algorithm)
+    passes = SPECS[cfg.algorithm].passes(cfg)
     num_all, num_trained = model.num_parameters(), _num_trained(model)
-    num_sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
-    micro_batch_size = min(section.micro_batch_size, num_sequences)
+    num_sequences = passes.num_rows
+    micro_batch_size = min(passes.micro_batch_size, num_sequences)
     width = int(cfg.rollout.max_new_tokens + prompt_tokens)
     in_batches = cfg.rollout.backend == "transformers"
     num_slots = min(num_sequences, cfg.rollout.batch_size if in_batches else cfg.rollout.num_slots)
-    has_reference = hasattr(section, "kl") and section.kl.coef > 0
-    has_own_critic = getattr(section, "critic", None) == "separate"
+    has_own_critic = passes.critic == "separate"
     others = sum(reward_parameters) / num_all, sum(teacher_parameters) / num_all
-    frozen = 0.0 if cfg.algorithm == "distill" else _frozen_share(model, cfg.model.num_trainable_layers)
-    work = _policy_work(cfg, section, prompt_tokens, num_slots, num_heldout, others, frozen)
+    frozen = 0.0 if passes.num_teachers else _frozen_share(model, cfg.model.num_trainable_layers)
+    work = _policy_work(cfg, passes, prompt_tokens, num_slots, num_heldout, others, frozen)
     weight_bytes = num_all * model.dtype.itemsize
     num_bases = not has_adapters(model)  # models with adapters share one base
     logit_rows = micro_batch_size * cfg.rollout.max_new_tokens
     memory = {
         "weights": weight_bytes * (1 + has_own_critic * num_bases),
         "optimizer": _optimizer_bytes(model, num_trained, cfg) * (1 + has_own_critic),
-        "reference": weight_bytes * has_reference * num_bases,
+        "reference": weight_bytes * passes.reference * num_bases,
         "reward models": sum(reward_parameters) * model.dtype.itemsize,
         "activations": _activation_bytes(model, micro_batch_size * width, cfg.model.gradient_checkpointing),
         "logits": 2 * 4 * logit_rows * model.config.get_text_config().vocab_size,
@@ -122,7 +122,7 @@ def policy_estimate(
 
 def _policy_work(
     cfg: SamplingRecipe,
-    section: Any,
+    passes: Passes,
     prompt_tokens: float,
     num_slots: int,
     num_heldout: int,
@@ -135,32 +135,27 @@ def _policy_work(
     reward_models, teachers = others
     rollout, num_new = cfg.rollout, cfg.rollout.max_new_tokens
     rows = Rows(prompt_tokens, num_new, rollout.completions_per_prompt)
-    num_rows = rollout.prompts_per_step * rollout.completions_per_prompt
-    num_learnt = rollout.prompts_per_step * getattr(section, "keep", rollout.completions_per_prompt)
-    updates = section.num_epochs * section.num_minibatches
-    is_exact = rollout.backend == "native" and not rollout.recompute_logps
-    has_old_pass = not is_exact and (cfg.algorithm == "ppo" or (cfg.algorithm == "grpo" and updates > 1))
-    has_own_critic = getattr(section, "critic", None) == "separate"
-    has_reference = hasattr(section, "kl") and section.kl.coef > 0
-    num_passes = has_old_pass + has_reference + has_own_critic + reward_models
-    learnt = rows.tokens(num_learnt) * section.num_epochs
-    saved = frozen * (rows.tokens(num_learnt) * (has_old_pass + has_reference - 1) + learnt)
-    scored = rollout.prompts_per_step * prompt_tokens + rows.tokens(num_rows) * num_passes + learnt * teachers
+    has_own_critic = passes.critic == "separate"
+    num_scored = passes.old_policy + passes.reference
+    num_passes = num_scored + has_own_critic + reward_models
+    learnt = rows.tokens(passes.num_learnt) * passes.num_epochs
+    saved = frozen * (rows.tokens(passes.num_learnt) * (num_scored - 1) + learnt)
+    scored = rollout.prompts_per_step * prompt_tokens + rows.tokens(passes.num_rows) * num_passes + learnt * teachers
     step = Work(
         scored=scored - saved,
         trained=learnt * (1 + has_own_critic),
-        updates=updates * (1 + has_own_critic),
+        updates=passes.num_updates * (1 + has_own_critic),
     )
-    measured = 1 + reward_models + teachers + (cfg.algorithm == "distill")
+    measured = 1 + reward_models + teachers + (passes.num_teachers > 0)  # the student too
     evaluation = Work.drawing(num_heldout, num_new, num_slots) + Work(
         num_heldout * (prompt_tokens + num_new) * measured
     )
     accuracy = getattr(cfg, "evaluation", None)
-    once = evaluation if cfg.algorithm == "distill" else Work()
+    once = evaluation if passes.num_teachers else Work()
     if accuracy is not None and accuracy.correct_at is not None:
         num = min(num_heldout, accuracy.num_prompts or num_heldout) * (1 + accuracy.completions_per_prompt)
         once = (Work.drawing(num, num_new, num_slots) + Work(num * prompt_tokens)) * 2
-    step += Work.drawing(num_rows, num_new, num_slots)
+    step += Work.drawing(passes.num_rows, num_new, num_slots)
     return RunWork(rows, step, evaluation, once, num_slots=num_slots)
 
 

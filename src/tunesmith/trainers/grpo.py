@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 
@@ -17,8 +17,8 @@ from tunesmith.algorithms import advantages, policy_loss
 from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.pack import PolicyBatch, pack
 from tunesmith.batch.rollout import Group
-from tunesmith.config.algorithm_sections import GRPOSection
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPOSection
+from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.models.division import divide
@@ -39,9 +39,6 @@ class GRPO(DrawingPolicy):
     `pool` holds the prompts that dynamic sampling may draw further ones from.
     """
 
-    shown: ClassVar[Sequence[str]] = ("reward", "frac_reward_zero_std", "completions/mean_length")
-    title: ClassVar[str] = "GRPO"
-
     cfg: GRPOSection
     rollouts: Rollouts
     policy: LanguageModel
@@ -52,13 +49,15 @@ class GRPO(DrawingPolicy):
     pool: Sequence[Prompt] = ()
 
     @classmethod
-    def build(cls, task: PolicyTask, cfg: GRPORecipe) -> Self:
+    def build(cls, task: PolicyTask, cfg: PolicyRecipe) -> Self:
         """The learner before its first step."""
-        policy, reference, controller = task.policy_and_reference(cfg.grpo.kl)
+        policy, reference, controller = task.policy_and_reference(cfg.section.kl)
         divide(policy, reference, draws=True)
         optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
-        return cls(cfg.grpo, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer, task.data.train)
+        return cls(
+            cfg.section, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer, task.data.train
+        )
 
     @property
     def is_on_policy(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tunesmith.config.schema import Recipe, SamplingRecipe
+from tunesmith.config.recipe import Recipe, SamplingRecipe
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.trace import Trace
 
@@ -37,8 +37,7 @@ def _setting_to_lower(cfg: Recipe, stage: str) -> str:
         if rollout.backend == "native":
             return f"rollout.num_slots ({rollout.num_slots}), rollout.kv_cache_mb or rollout.max_new_tokens"
         return f"rollout.batch_size ({rollout.batch_size}) or rollout.max_new_tokens"
-    name = "reward_model" if cfg.algorithm == "reward" else cfg.algorithm
-    section = getattr(cfg, name)
+    name, section = cfg.section_name, cfg.section
     key = "micro_batch_tokens" if hasattr(section, "micro_batch_tokens") else "micro_batch_size"
     size = getattr(section, key)
     return f"{name}.{key} ({size}), set model.gradient_checkpointing, or train fewer layers"

@@ -16,7 +16,7 @@ from tunesmith.algorithms import kl
 from tunesmith.batch.pack import FrozenStates, PolicyBatch, Sequences, chunks, pack, select
 from tunesmith.batch.rollout import Group
 from tunesmith.batch.upload import Uploader
-from tunesmith.config.algorithm_sections import KLSection
+from tunesmith.config.policy_sections import KLSection
 from tunesmith.core.trace import span
 from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.language_model import LanguageModel

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -16,8 +16,8 @@ from torch import nn
 from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
 from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, pack
-from tunesmith.config.algorithm_sections import PPOSection
-from tunesmith.config.schema import PPORecipe
+from tunesmith.config.algorithms.ppo import PPOSection
+from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.distributed.ranks import gathered, share_of
@@ -40,9 +40,6 @@ from tunesmith.trainers.rollouts import DrawingPolicy, PolicyTask, Rollouts
 class PPO(DrawingPolicy):
     """The learner: `step` changes the policy, the critic, the optimizer and the KL controller."""
 
-    shown: ClassVar[Sequence[str]] = ("reward", "objective/kl", "completions/mean_length")
-    title: ClassVar[str] = "PPO"
-
     cfg: PPOSection
     rollouts: Rollouts
     policy: LanguageModel
@@ -55,9 +52,9 @@ class PPO(DrawingPolicy):
     critic_process: CriticProcess | None = None
 
     @classmethod
-    def build(cls, task: PolicyTask, cfg: PPORecipe) -> Self:
+    def build(cls, task: PolicyTask, cfg: PolicyRecipe) -> Self:
         """The learner before its first step."""
-        section, model = cfg.ppo, task.loaded.model
+        section, model = cfg.section, task.loaded.model
         policy, reference, controller = task.policy_and_reference(section.kl)
         value_head = ScalarHead(hidden_size(model)).to(task.device) if section.critic == "shared" else None
         critic = Critic.from_policy(model, cfg.model) if section.critic == "separate" else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.load import Resolved, load_recipe, read_algorithm
-from tunesmith.config.schema import Recipe
+from tunesmith.config.recipe import Recipe
 from tunesmith.core.errors import InputError, RunError
 from tunesmith.core.log import get_logger
 from tunesmith.distributed.launch import as_started, leads

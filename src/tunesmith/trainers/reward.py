@@ -19,8 +19,7 @@ from tunesmith.algorithms.preference_loss import PreferenceStats, RankingStats, 
 from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.upload import Uploader
-from tunesmith.config.algorithm_sections import RewardTrainerSection
-from tunesmith.config.schema import RewardRecipe
+from tunesmith.config.algorithms.reward import RewardRecipe, RewardTrainerSection
 from tunesmith.core.errors import ConfigError
 from tunesmith.core.seeds import Groups, items_at, steps_of_epochs
 from tunesmith.core.trace import span
@@ -100,9 +99,6 @@ class Reward:
 
 class RewardTask:
     """Preference pairs or rankings, and how a reward model is evaluated."""
-
-    shown = ("loss", "accuracy", "margin")
-    title = "Bradley-Terry reward model"
 
     def __init__(self, cfg: RewardRecipe, inputs: Inputs, device: torch.device) -> None:
         if cfg.pairs.rankings == "plackett_luce" and cfg.reward_model.margin == "column":

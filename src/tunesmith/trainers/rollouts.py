@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -16,8 +16,10 @@ from tunesmith.algorithms import kl, policy_loss
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.algorithm_sections import BestOfNSection, DistillSection, GRPOSection, KLSection, PPOSection
-from tunesmith.config.schema import PolicyRecipe
+from tunesmith.config.algorithms.grpo import GRPOSection
+from tunesmith.config.algorithms.ppo import PPOSection
+from tunesmith.config.policy_sections import KLSection
+from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.config.sections import EvaluationSection, ImportanceSection, RolloutSection
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
@@ -49,8 +51,19 @@ _log = get_logger(__name__)
 
 BatchT = TypeVar("BatchT", bound=PolicyBatch)
 
-UpdateSection = PPOSection | GRPOSection | BestOfNSection | DistillSection
-"""A section with the number of passes over a rollout, and of optimizer steps in each."""
+
+class UpdateSection(Protocol):
+    """A section with the number of passes over a rollout, and of optimizer steps in each."""
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over a rollout."""
+        ...
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer steps in each pass."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +113,11 @@ class DrawingPolicy(PolicyWithKL):
     """As `PolicyWithKL`, with the field `rollouts`."""
 
     rollouts: Rollouts
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that draws."""
+        return self.rollouts.engine
 
     @property
     def counters(self) -> Mapping[str, Counter]:
@@ -212,8 +230,6 @@ def objective(
 class PolicyLearner(Learner, Protocol):
     """A learner that draws completions; `build` is its constructor from a recipe."""
 
-    shown: ClassVar[Sequence[str]]
-    title: ClassVar[str]
     policy: LanguageModel
     rollouts: Rollouts
 
@@ -229,7 +245,6 @@ class PolicyTask:
     def __init__(self, learner: type[PolicyLearner], cfg: PolicyRecipe, inputs: Inputs, device: torch.device) -> None:
         self.cfg = cfg
         self.device = device
-        self.shown, self.title = learner.shown, learner.title
         self.num_steps = cfg.run.steps or 100
         self.loaded = load_policy(cfg.model, device=device)
         tokenizer, max_length = self.loaded.tokenizer, room_for_prompts(self.loaded.model, cfg.rollout.max_new_tokens)
@@ -268,7 +283,7 @@ class PolicyTask:
 
     def optimizer(self, module: nn.Module, kernels: Kernels) -> MasterAdamW:
         """The optimizer of all trainable parameters of `module`."""
-        section = getattr(self.cfg, self.cfg.algorithm)
+        section = self.cfg.section
         total_steps = self.num_steps * section.num_epochs * section.num_minibatches
         return setup.optimizer_of(self.cfg, module, kernels, total_steps)
 

@@ -1,22 +1,19 @@
-"""The loop of all algorithms: `run` takes a task's learner from step to step, and writes the run folder.
-
-`ALGORITHMS` is the one table of algorithms. A new one is a file with a learner, a section of the recipe, and a line
-here.
-"""
+"""The loop of all algorithms: `run` takes a task's learner from step to step, and writes the run folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
 
 from tunesmith.config.effects import check_effects
 from tunesmith.config.load import origins_of
-from tunesmith.config.schema import Recipe, SamplingRecipe
+from tunesmith.config.recipe import PolicyRecipe, Recipe, SamplingRecipe
+from tunesmith.config.schema import SPECS
 from tunesmith.core.errors import CheckpointError, RunError, ServerError
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive
@@ -38,17 +35,11 @@ from tunesmith.runs.environment import peak_rss_gb
 from tunesmith.runs.trackers import check_trackers
 from tunesmith.trainers import restart, setup
 from tunesmith.trainers.api import Inputs, Learner, Listener, Metrics, StepResult
-from tunesmith.trainers.best_of_n import BestOfN
 from tunesmith.trainers.computing import computing, rates_of
-from tunesmith.trainers.distill import DistillTask
-from tunesmith.trainers.dpo import DPOTask
 from tunesmith.trainers.estimate import Estimate, announce, ending_s
-from tunesmith.trainers.grpo import GRPO
-from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.reward import RewardTask
 from tunesmith.trainers.rollouts import PolicyLearner, PolicyTask, sampling_params
 from tunesmith.trainers.session import Job, Session, open_session, require_space
-from tunesmith.trainers.sft import SFTTask
 from tunesmith.trainers.token_check import TokenFacts, token_facts
 from tunesmith.trainers.work import Work, announce_time, trial, trial_engine
 
@@ -73,16 +64,6 @@ class Task(Protocol):
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
-        ...
-
-    @property
-    def shown(self) -> Sequence[str]:
-        """Metrics to show beside the progress bar."""
-        ...
-
-    @property
-    def title(self) -> str:
-        """Name of the algorithm on the model card."""
         ...
 
     def build(self) -> Learner:
@@ -112,21 +93,6 @@ class Task(Protocol):
     def summary(self, learner: Any, session: Session, /) -> dict[str, object]:
         """Figures of the finished run as JSON values; further files are written to `session.folder`."""
         ...
-
-
-ALGORITHMS: Mapping[str, Callable[[Any, Inputs, torch.device], Task]] = MappingProxyType(
-    {
-        "sft": SFTTask,
-        "reward": RewardTask,
-        "dpo": DPOTask,
-        "ppo": partial(PolicyTask, PPO),
-        "grpo": partial(PolicyTask, GRPO),
-        "best_of_n": partial(PolicyTask, BestOfN),
-        "distill": DistillTask,
-    }
-)
-"""The task of each algorithm, by its name in recipes and on the command line; a task is made of a recipe of that
-algorithm, inputs from Python, and a device."""
 
 
 def run(
@@ -204,7 +170,7 @@ def lead(
         figures = task.summary(learner, session)
         card = ModelCard(
             base_model=cfg.model.name,
-            algorithm=task.title,
+            algorithm=SPECS[cfg.algorithm].title_of(cfg),
             title=session.folder.path.name,
             metrics=figures,
             recipe=cfg.model_dump(mode="json"),
@@ -296,7 +262,7 @@ def take_step(task: Task, learner: Learner, session: Session, rates: Callable[..
             lost = error  # the step itself is whole
     per_s = rates(num_rows, result.metrics.get("num_tokens"), times)
     metrics = {**result.metrics, **evaluation, **times.metrics(), **per_s}
-    session.end_step(index + 1, replace(result, metrics=metrics), task.shown)
+    session.end_step(index + 1, replace(result, metrics=metrics))
     if lost is not None:
         session.save_now()
         raise lost
@@ -305,10 +271,11 @@ def take_step(task: Task, learner: Learner, session: Session, rates: Callable[..
 def task_of(cfg: Recipe, inputs: Inputs, device: torch.device, algorithm: type[PolicyLearner] | None = None) -> Task:
     """The task of the recipe `cfg`, with a learner of the class `algorithm` if one is given."""
     check_installed(cfg)
-    make: Any = ALGORITHMS[cfg.algorithm] if algorithm is None else partial(PolicyTask, algorithm)
-    task = make(cfg, inputs, device)
+    code: Any = algorithm or resolve_name(SPECS[cfg.algorithm].code)
+    make: Any = partial(PolicyTask, code) if algorithm or isinstance(cfg, PolicyRecipe) else code
+    task: Task = make(cfg, inputs, device)
     if cfg.run.eval_every and not task.data.heldout:
-        data = next(name for name in ("prompts", "pairs", "demonstrations") if hasattr(cfg, name))
+        data = cfg.data_section()
         _log.warning(
             "run.eval_every is %d, which has no effect: no %s are held out to evaluate on; give %s.heldout_fraction a "
             "share above 0, %s.heldout_source a file, or set run.eval_every to 0",

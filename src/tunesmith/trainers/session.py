@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.load import origins_of
-from tunesmith.config.schema import Recipe, SamplingRecipe
+from tunesmith.config.recipe import Recipe, SamplingRecipe
+from tunesmith.config.schema import SPECS
 from tunesmith.core.errors import CheckpointError, ProfiledError, RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, span, trace
@@ -42,16 +43,6 @@ from tunesmith.trainers.setup import RunResult, Stopwatch
 from tunesmith.trainers.signals import StopRequest, stop_signals
 
 _log = get_logger(__name__)
-
-_EVALUATED = (
-    "eval/accuracy",
-    "eval/reward",
-    "eval/rewards/accuracies",
-    "eval/mean_token_accuracy",
-    "eval/teacher_agreement",
-)
-_TRAINED = ("reward", "accuracy", "rewards/accuracies", "mean_token_accuracy", "teacher_agreement")
-"""Metrics by which checkpoints are ranked: the first tuple with evaluations on held-out data, the second without."""
 
 _MAX_REFUSED_DUMPS = 20
 
@@ -139,7 +130,7 @@ class Session:
             is_last = step == self._job.num_steps
             self._places = [] if self.meter is None else self.meter.places(step, is_last=is_last)
 
-    def end_step(self, step: int, result: StepResult, shown: Sequence[str]) -> None:
+    def end_step(self, step: int, result: StepResult) -> None:
         """Record `step` (counted from 1), check for alarms, save a checkpoint if one is due, stop if a signal asked.
 
         The checkpoint is written while the next step runs; recording that step waits until it is on disk.
@@ -153,7 +144,7 @@ class Session:
             with span("checkpoint"):
                 self._settle()
             with span("log"):
-                self._record(step, result, shown)
+                self._record(step, result)
             with span("callback"):
                 self._wishes = self._job.listener.step_ended(step, dict(self.metrics[-1]))
             every = self.cfg.run.checkpoint_every
@@ -166,7 +157,7 @@ class Session:
             raise ProfiledError(self.folder.path)
         self.leave_if_asked()
 
-    def _record(self, step: int, result: StepResult, shown: Sequence[str]) -> None:
+    def _record(self, step: int, result: StepResult) -> None:
         row = {**result.metrics, **self._measured, "memory/rss_gb": rss_gb(), "memory/peak_rss_gb": peak_rss_gb()}
         self.metrics.append({"step": step, **row})
         self.folder.append_metrics(step, row)
@@ -178,7 +169,8 @@ class Session:
         for track in self._trackers:
             track(step, row)
         if step % self.cfg.run.log_every == 0:
-            self._reporter.update(step, {name.rsplit("/", 1)[-1]: row[name] for name in shown if name in row})
+            shown = [name for name in SPECS[self.cfg.algorithm].headline if name in row]
+            self._reporter.update(step, {name.rsplit("/", 1)[-1]: row[name] for name in shown})
         if isinstance(self.cfg, SamplingRecipe):
             for finding in alarms(self.metrics, self.cfg.alarms):
                 self.find(finding)
@@ -323,9 +315,10 @@ class Session:
             self._job.listener.saved(settled.step)
 
     def _score(self) -> float | None:
+        """The figure that checkpoints are ranked by: on held-out rows, or else, in all steps, on those trained on."""
         row = self.metrics[-1] if self.metrics else {}
-        names = _EVALUATED if self.cfg.run.eval_every else _TRAINED  # never one kind beside the other
-        return next((float(row[name]) for name in names if name in row), None)
+        best = SPECS[self.cfg.algorithm].best
+        return row.get(f"eval/{best}" if self.cfg.run.eval_every else best)
 
 
 @contextmanager

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from tunesmith.batch.upload import Uploader
+from tunesmith.config.recipe import Recipe
 from tunesmith.config.scale_sections import ScaleSection
-from tunesmith.config.schema import Recipe
+from tunesmith.config.schema import trains_reward_model
 from tunesmith.core.errors import ModelError
 from tunesmith.core.system import keep_freed_memory, warn_of_spinning
 from tunesmith.distributed.launch import from_torchrun, ranks_here
@@ -51,7 +52,7 @@ class RunResult:
         from tunesmith.rollout.factory import open_engine
         from tunesmith.schema.records import Prompt
 
-        if self.summary.get("algorithm") == "reward":
+        if trains_reward_model(self.summary.get("algorithm")):
             raise ModelError(
                 f"{self.run_dir} holds a reward model, which scores text and writes none; use the run of a policy"
             )

@@ -14,8 +14,7 @@ import torch
 from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.token_loss import TokenStats, negative_log_likelihood
 from tunesmith.batch.targets import LearntSequence, by_token_budget, items_of_step, pack_targets
-from tunesmith.config.algorithm_sections import SFTSection
-from tunesmith.config.schema import SFTRecipe
+from tunesmith.config.algorithms.sft import SFTRecipe, SFTSection
 from tunesmith.core.seeds import steps_of_epochs
 from tunesmith.core.trace import span
 from tunesmith.data.sets import demonstration_sets
@@ -74,9 +73,6 @@ class SFT(PolicyParts):
 
 class SFTTask:
     """Demonstrations, and how a fine-tuned model is evaluated."""
-
-    shown = ("loss", "mean_token_accuracy")
-    title = "supervised fine-tuning"
 
     def __init__(self, cfg: SFTRecipe, inputs: Inputs, device: torch.device) -> None:
         self.cfg = cfg

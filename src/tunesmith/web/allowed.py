@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tunesmith.config.keys import did_you_mean
 from tunesmith.config.merge import Problem
-from tunesmith.config.schema import Recipe
+from tunesmith.config.recipe import Recipe
 from tunesmith.config.sections import TINY_FAMILIES
 from tunesmith.config.yaml_text import is_list, is_mapping
 from tunesmith.core.errors import DataError
@@ -20,7 +20,7 @@ from tunesmith.rewards.builtin import BUILTINS
 MODEL_NAMES = ("smollm2", "scratch", *(f"tiny:{family}" for family in TINY_FAMILIES))
 """Models that are built in."""
 
-MODELS = ("model.name", "distill.teachers.*.model")
+MODEL = "model.name"
 DATA = tuple(
     f"{section}.{name}" for section in ("prompts", "pairs", "demonstrations") for name in ("source", "heldout_source")
 )
@@ -57,21 +57,21 @@ class Allowed:
             return Problem(key, f"{value!r} given; runs that are started here go to {self.root}")
         if pattern in FIXED and value != FIXED[pattern]:
             return Problem(key, f"{value!r} given; only a run that is started from a terminal may set this")
-        if pattern in (*MODELS, *DATA, *REWARDS) and not self._may_name(pattern, str(value)):
-            names = MODEL_NAMES if pattern in MODELS else BUILTINS if pattern in REWARDS else (FILMS, ARITHMETIC)
+        if (names_model(pattern) or pattern in (*DATA, *REWARDS)) and not self._may_name(pattern, str(value)):
+            names = MODEL_NAMES if names_model(pattern) else BUILTINS if pattern in REWARDS else (FILMS, ARITHMETIC)
             return not_allowed(key, value, (*names, *self.words))
         return None
 
     def has_model(self, name: str) -> bool:
         """True if a page may name this model."""
-        return self._may_name(MODELS[0], name)
+        return self._may_name(MODEL, name)
 
     def _may_name(self, pattern: str, name: str) -> bool:
         if not name or name in self.words:
             return True
         if "*" in name:
             return False
-        if pattern in MODELS:
+        if names_model(pattern):
             return name in MODEL_NAMES or self._has(name)
         if pattern in REWARDS:
             # With a colon or `.py` it names a Python function, wherever that is.
@@ -90,6 +90,11 @@ class Allowed:
         except (OSError, ValueError, RuntimeError, DataError):
             return False
         return not path.is_relative_to(self._private) and any(path.is_relative_to(place) for place in self._places)
+
+
+def names_model(key: str) -> bool:
+    """True if the key names a model: that which is trained, or a further one, such as a teacher."""
+    return key == MODEL or key.endswith(".model")
 
 
 def not_allowed(key: str, value: object, names: Iterable[str] = MODEL_NAMES) -> Problem:

@@ -19,6 +19,7 @@ from typing import Any
 
 from fastapi.exceptions import HTTPException
 
+from tunesmith.config.schema import trains_reward_model
 from tunesmith.config.yaml_text import is_mapping
 from tunesmith.core.errors import DataError, RunError, StoreError, VoteConflictError, VoteError
 from tunesmith.core.system import fsync
@@ -390,7 +391,7 @@ def of_live_loop(folder: Path, runs: RunReader) -> list[Contestant]:
 
 def of_runs(index: RunIndex) -> list[Contestant]:
     """The runs that wrote a model, and the models that they started from."""
-    runs = [one for one in index.facts() if one.algorithm != "reward" and (one.path / "final").is_dir()]
+    runs = [one for one in index.facts() if not trains_reward_model(one.algorithm) and (one.path / "final").is_dir()]
     found = [Contestant(one.name, {"name": str(one.path)}, _SAMPLING) for one in runs]
     bases = dict.fromkeys(one.model for one in runs if one.model)
     return found + [Contestant(name, {"name": name}, _SAMPLING) for name in bases]

@@ -11,12 +11,12 @@ from tunesmith.config.comparison import COMPARISON, comparison_options, read_com
 from tunesmith.config.keys import leaves
 from tunesmith.config.levels import LEVELS
 from tunesmith.config.load import DEFAULT, FLAGS, Resolved, load_recipe, parse_overrides, schema_of
-from tunesmith.config.schema import RECIPES
+from tunesmith.config.schema import RECIPES, SPECS
 from tunesmith.core.errors import ConfigError
 from tunesmith.runs.listing import read_object, read_recipe
 from tunesmith.web.allowed import Allowed, leaves_of, not_allowed
 
-ALGORITHMS = tuple(name for name in RECIPES if name != "live")
+ALGORITHMS = tuple(SPECS)
 """Algorithms that a page can start; the live loop is started beside its server."""
 
 STARTED = (*ALGORITHMS, COMPARISON)

@@ -21,9 +21,11 @@ from types import MappingProxyType
 from typing import Any
 
 from tunesmith.batch.pack import pack
+from tunesmith.config.algorithms.reward import RewardRecipe
 from tunesmith.config.comparison import COMPARISON, ComparisonOptions, read_comparison
 from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import PolicyRecipe, Recipe, RewardRecipe
+from tunesmith.config.recipe import PolicyRecipe, Recipe
+from tunesmith.config.schema import SPECS
 from tunesmith.config.sections import PromptsSection, RewardSource
 from tunesmith.core.seeds import derive
 from tunesmith.data.prompts import load_prompts
@@ -45,7 +47,7 @@ from tunesmith.trainers.resume import resume
 from tunesmith.trainers.rollouts import sampling_params
 from tunesmith.trainers.run import run
 from tunesmith.trainers.setup import prepare, say
-from tunesmith.workflows.demo import NUM_COMPARED, DemoOptions, Stage, collect_votes
+from tunesmith.workflows.demo import NUM_COMPARED, DemoOptions, Stage, collect_votes, few_prompts
 
 TARGETS = (2.0, 4.0, 6.0)
 """KL to the base model in nats per completion at which the algorithms are compared."""
@@ -120,8 +122,8 @@ class Curve(Listener):
         self._folder.write_rows("curve.jsonl", [asdict(point) for point in points])
         self._is_done = any(point.kl >= TARGETS[-1] for point in points)
         self._engine = (
-            learner.rollouts.engine
-            if hasattr(learner, "rollouts")
+            learner.engine
+            if SPECS[cfg.algorithm].draws
             else open_engine(learner.policy, learner.tokenizer, weight_version=lambda: learner.optimizer.weight_version)
         )
 
@@ -222,7 +224,7 @@ def recipe_of(
     else:
         values["run.steps"] = options.steps * (DPO_STEPS if algorithm == "dpo" else 1)
     if options.quick and algorithm not in ("reward", "dpo"):
-        values |= {"rollout.prompts_per_step": 8 if algorithm == "ppo" else 2, f"{algorithm}.num_minibatches": 1}
+        values |= few_prompts(algorithm)
     return load_recipe(algorithm, recipe=shipped, overrides=values).recipe
 
 

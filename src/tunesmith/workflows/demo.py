@@ -14,13 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import LiveRecipe, PolicyRecipe, RewardRecipe
+from tunesmith.config.algorithms.live import LiveRecipe
+from tunesmith.config.algorithms.reward import RewardRecipe
+from tunesmith.config.load import load_recipe, shipped_names
+from tunesmith.config.recipe import PolicyRecipe
+from tunesmith.config.schema import SPECS
 from tunesmith.config.sections import PromptsSection, RewardSource
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
@@ -52,10 +54,6 @@ from tunesmith.workflows.evaluation import Outcome
 from tunesmith.workflows.live_simulation import server
 from tunesmith.workflows.voting import ask_votes, votes_on
 
-Algorithm = Literal["ppo", "grpo", "best_of_n"]
-
-TITLES: Mapping[str, str] = MappingProxyType({"ppo": "PPO", "grpo": "GRPO", "best_of_n": "best-of-n"})
-
 NUM_COMPARED = 15
 """Openings that are kept away from votes and training, and compared at the end."""
 
@@ -82,7 +80,7 @@ class DemoOptions:
     `backend` draws all completions; `level` is that of both trainings, `dtype` that of all models.
     """
 
-    algorithm: Algorithm = "ppo"
+    algorithm: str = "ppo"
     seed: int = 0
     vote: bool = False
     out: str = "runs"
@@ -143,16 +141,15 @@ def run_demo(options: DemoOptions) -> Outcome:
 def prepare(options: DemoOptions) -> Stage:
     """The demo's folder and its two recipes, with this run's seed and folder filled in."""
     algorithm = options.algorithm
-    if algorithm not in get_args(Algorithm):
-        raise InputError(f"the demo's algorithm is {algorithm!r}; give {' or '.join(get_args(Algorithm))}")
+    if algorithm not in (known := demo_algorithms()):
+        raise InputError(f"the demo's algorithm is {algorithm!r}; give {' or '.join(known)}")
     chosen = {"algorithm": algorithm, "seed": options.seed, "vote": options.vote}
     folder = RunFolder.create(Path(options.out), "demo", {"demo": chosen})
     overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path), "model.dtype": options.dtype}
     overrides |= {"level": options.level} if options.level else {}
     drawing = {} if options.backend == "native" else {"rollout.backend": options.backend}
     few = {"run.steps": 2} if options.quick else {}
-    prompts_per_step = {"ppo": 8, "grpo": 2, "best_of_n": 2}[algorithm]
-    fewer = {"rollout.prompts_per_step": prompts_per_step, f"{algorithm}.num_minibatches": 1} if options.quick else {}
+    fewer = few_prompts(algorithm) if options.quick else {}
     # A person gives some 45 votes to learn from: in steps of 72 that would be two steps.
     small_steps = {"reward_model.pairs_per_step": 4} if options.vote else {}
     loaded = load_recipe("reward", recipe="demo_reward", overrides={**overrides, **few, **small_steps})
@@ -163,6 +160,19 @@ def prepare(options: DemoOptions) -> Stage:
     assert isinstance(policy_recipe, PolicyRecipe)
     setup.prepare(policy_recipe)
     return Stage(options, folder, reward_recipe, policy_recipe)
+
+
+def demo_algorithms() -> list[str]:
+    """The algorithms that the demo has a recipe for."""
+    shipped = shipped_names()
+    return [name for name, spec in SPECS.items() if spec.draws and f"demo_{name}" in shipped]
+
+
+def few_prompts(algorithm: str) -> dict[str, object]:
+    """Keys of a quick step of the demo's recipe: a few prompts in one update."""
+    rollout: Any = load_recipe(algorithm, recipe=f"demo_{algorithm}").recipe
+    num_prompts = max(2, 8 // rollout.rollout.completions_per_prompt)
+    return {"rollout.prompts_per_step": num_prompts, f"{algorithm}.num_minibatches": 1}
 
 
 def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
@@ -225,7 +235,7 @@ def train_reward_model(stage: Stage, votes: Votes) -> setup.RunResult:
 
 def train_policy(stage: Stage, openings: Sequence[Prompt], reward_run: setup.RunResult) -> setup.RunResult:
     """Train the policy against the reward model, on the openings that the votes were about."""
-    stage.say(4, f"{TITLES[stage.options.algorithm]} moves the policy toward the reward model")
+    stage.say(4, f"{SPECS[stage.options.algorithm].title} moves the policy toward the reward model")
     source = RewardSource(source=str(reward_run.run_dir))
     cfg = stage.policy_recipe.model_copy(update={"reward": (source,)})
     result = run(cfg, Inputs(prompts=openings))
@@ -337,7 +347,7 @@ def write_report(
         },
         "reward_metrics": list(reward_run.metrics),
         "policy_metrics": list(policy_run.metrics),
-        "algorithm": TITLES[stage.options.algorithm],
+        "algorithm": SPECS[stage.options.algorithm].title,
         "environment": json.loads((stage.folder.path / "environment.json").read_text(encoding="utf-8")),
         "rater": "you" if stage.options.vote else "simulated: VADER lexicon",
         "command": command(stage.options),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.batch.rollout import SamplingParams
+from tunesmith.config.algorithms.reward import RewardRecipe
 from tunesmith.config.load import load_recipe, read_algorithm
-from tunesmith.config.schema import RewardRecipe
 from tunesmith.config.sections import ModelSection, PairsSection, PromptsSection, RewardSource
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import get_logger

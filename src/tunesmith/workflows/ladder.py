@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.algorithms.ppo import PPORecipe
 from tunesmith.config.keys import leaves
 from tunesmith.config.levels import LEVELS, TECHNIQUES, Level, Technique
 from tunesmith.config.load import load_recipe, schema_of
-from tunesmith.config.schema import PolicyRecipe, PPORecipe
+from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.core.errors import TrainingError
 from tunesmith.models.load import compute_dtype
 from tunesmith.runs.environment import cpu_model, package_versions, usable_cores

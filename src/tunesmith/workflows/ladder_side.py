@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from tunesmith.batch.pack import PolicyBatch, PPOBatch, pack
 from tunesmith.batch.rollout import Group
-from tunesmith.config.schema import PolicyRecipe
+from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.core.errors import TrainingError, TunesmithError
 from tunesmith.core.trace import trace
 from tunesmith.profiling.meter import metering, usable_cpu
@@ -92,7 +92,7 @@ class Side:
 
     @property
     def _section(self) -> Any:
-        return getattr(self._cfg, self._cfg.algorithm)
+        return self._cfg.section
 
     def draw(self) -> list[Group]:
         """Completions of all prompts."""

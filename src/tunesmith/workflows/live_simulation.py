@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import quantiles
 
 from tunesmith.batch.rollout import SamplingParams
+from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import LiveRecipe
 from tunesmith.config.sections import LoraSection, RewardSource
 from tunesmith.core.errors import InputError, RunError
 from tunesmith.core.seeds import derive

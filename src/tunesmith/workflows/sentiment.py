@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tunesmith.batch.rollout import SamplingParams
+from tunesmith.config.algorithms.ppo import PPORecipe
+from tunesmith.config.algorithms.reward import RewardRecipe
+from tunesmith.config.algorithms.sft import SFTRecipe
 from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation

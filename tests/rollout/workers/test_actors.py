@@ -20,7 +20,7 @@ import torch
 
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.cli.main import main
-from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.algorithms.grpo import GRPORecipe
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.tiny import tiny_model
 from tunesmith.rollout.factory import open_engine

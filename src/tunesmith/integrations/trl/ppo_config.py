@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from tunesmith.config.algorithm_sections import KLSection, PPOSection
+from tunesmith.config.algorithms.ppo import PPOSection
+from tunesmith.config.policy_sections import KLSection
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.config.trl_config import SCHEDULES
 from tunesmith.core.errors import InputError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tunesmith.config.algorithm_sections import Estimator, Level, Surrogate
+from tunesmith.config.policy_sections import Estimator, Level, Surrogate
 from tunesmith.core.errors import InputError
 
 

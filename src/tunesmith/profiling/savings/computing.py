@@ -170,7 +170,7 @@ def _fixed_share(f: Facts) -> float:
 
 def size_key(f: Facts) -> str:
     """Key of the size of a micro-batch in the section of the algorithm."""
-    return "micro_batch_tokens" if f.algorithm == "sft" else "micro_batch_size"
+    return "micro_batch_tokens" if f"recipe.{f.section}.micro_batch_tokens" in f.values else "micro_batch_size"
 
 
 def micro_batch_size(f: Facts) -> int:
@@ -188,9 +188,9 @@ def micro_batch_size(f: Facts) -> int:
 
 def _rows_of_update(f: Facts) -> float:
     """Rows of one optimizer step: completions, pairs, or tokens for SFT."""
-    if f.algorithm == "sft":
+    if f"recipe.{f.section}.micro_batch_tokens" in f.values:
         return f.number("num_tokens")
-    if f.algorithm in ("dpo", "reward"):
+    if f"recipe.{f.section}.pairs_per_step" in f.values:
         return f.setting("pairs_per_step")
     return (
         f.number("recipe.rollout.prompts_per_step") * _learnt_share(f) * _group_size(f) / f.setting("num_minibatches")
@@ -204,8 +204,7 @@ def _learnt_share(f: Facts) -> float:
 
 def _group_size(f: Facts) -> float:
     """Completions of each prompt that are learnt."""
-    key = "recipe.best_of_n.keep" if f.algorithm == "best_of_n" else "recipe.rollout.completions_per_prompt"
-    return f.number(key, 1.0)
+    return f.number(f"recipe.{f.section}.keep", f.number("recipe.rollout.completions_per_prompt", 1.0))
 
 
 def padding(f: Facts) -> Saving | None:
@@ -236,8 +235,9 @@ def gradient_checkpointing(f: Facts) -> Saving | None:
 
 def unneeded_reference(f: Facts) -> Saving | None:
     """The reference's pass goes: its penalty is too small to matter, or a pass before training does for all epochs."""
-    if f.algorithm == "dpo":
-        is_live = f.values.get("recipe.dpo.reference") == "live"
+    reference = f.values.get(f"recipe.{f.section}.reference")
+    if reference is not None:  # of given rows: it could be computed before training
+        is_live = reference == "live"
         return around(f.stage_s("reference") * (1 - 1 / f.setting("num_epochs"))) if is_live else None
     largest_penalty = f.setting("kl.coef") * max(10.0, f.number("objective/kl", 0.0))
     is_adaptive = f.values.get(f"recipe.{f.section}.kl.target") is not None

@@ -1,10 +1,18 @@
-"""Sections of the live loop: pairs offered to raters, updates from votes, and checks before a version is served."""
+"""The live loop: settings, recipe, and rules for its keys."""
+
+# Fields are frozen, so that a subclass may narrow their type.
+# pyright: reportIncompatibleVariableOverride=false
 
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.algorithm_sections import DPOSection, PPOSection
+from tunesmith.config.algorithms.dpo import DPO_RULES, DPOSection
+from tunesmith.config.algorithms.grpo import GRPO_RULES, GRPOSection
+from tunesmith.config.algorithms.ppo import PPO_RULES, PPOSection
+from tunesmith.config.algorithms.reward import RewardTrainerSection
+from tunesmith.config.recipe import Recipe, check_horizon
+from tunesmith.config.rules import OWN_LOGPS, SAMPLING, Rule, always, is_not, is_updated_once
 from tunesmith.config.sections import (
     Fraction,
     NonNegative,
@@ -146,3 +154,61 @@ class LiveSection(Section):
                 f"{self.votes_per_update}; raise the first"
             )
         return self
+
+
+class LiveRecipe(Recipe):
+    """Train a policy on votes while they are given."""
+
+    algorithm: Literal["live"] = "live"
+    prompts: LivePromptsSection = LivePromptsSection()
+    rollout: LiveRolloutSection = LiveRolloutSection()
+    dpo: OnlineDPOSection = OnlineDPOSection()
+    reward_model: RewardTrainerSection = RewardTrainerSection()
+    ppo: LivePPOSection = LivePPOSection()
+    grpo: GRPOSection = GRPOSection()
+    live: LiveSection = LiveSection()
+
+    @model_validator(mode="after")
+    def _check_schedule_and_horizon(self) -> "LiveRecipe":
+        if self.scale.ranks > 1 or self.scale.is_exact:
+            raise ValueError("scale.ranks and scale.reduction are not for the live loop, which trains in one process")
+        if self.optimizer.schedule != "constant":
+            raise ValueError(
+                f"optimizer.schedule is {self.optimizer.schedule}, which needs an end, but the live loop has none; "
+                "set it to constant"
+            )
+        check_horizon(self, self.rollout, self.live.update)
+        return self
+
+
+def _unless_live(update: str, keys: str, others: str = "") -> Rule:
+    return Rule(
+        keys, is_not("live.update", *update.split()), f"live.update is not {update}; set it, or leave this out", others
+    )
+
+
+LIVE_RULES: tuple[Rule, ...] = (
+    *SAMPLING,
+    _unless_live("ppo", "ppo.*"),
+    _unless_live("grpo", "grpo.*"),
+    _unless_live("ppo or grpo", "reward_model.* live.policy_steps optimizer.head_learning_rate rollout.importance.*"),
+    _unless_live("ppo or grpo", "rollout.recompute_logps"),
+    _unless_live("dpo", "dpo.*", "dpo.ties dpo.micro_batch_size"),
+    Rule("live.kl.coef live.kl.target", is_not("live.update", "dpo"), "live.update has a KL of its own; set that one"),
+    Rule("dpo.reference", always, "the live loop computes log-probs of the reference once for each answer"),
+    Rule("rollout.score_while_drawing", always, "the live loop scores after drawing; leave this out"),
+    Rule(
+        "run.* scale.*",
+        always,
+        "the live loop is one process that runs until it is stopped, and writes a version after each update",
+        "run.seed run.measure run.hang_after_s run.num_threads run.keep_freed_memory run.name",
+    ),
+    Rule(
+        "rollout.recompute_logps",
+        lambda v: v["live.update"] == "grpo" and is_updated_once("grpo")(v),
+        OWN_LOGPS,
+    ),
+    *PPO_RULES,
+    *GRPO_RULES,
+    *DPO_RULES,
+)

@@ -1,0 +1,103 @@
+"""Proximal policy optimisation: settings, recipe, and what the rest of the program knows of it."""
+
+# Fields are frozen, so that a subclass may narrow their type.
+# pyright: reportIncompatibleVariableOverride=false
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from tunesmith.config.policy_sections import KLSection, PolicyLossSection
+from tunesmith.config.recipe import PolicyRecipe
+from tunesmith.config.rules import ONE_UPDATE, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
+from tunesmith.config.sections import Fraction, NonNegative, Positive, PositiveInt
+from tunesmith.config.spec import Passes, Spec
+
+
+class PPOSection(PolicyLossSection):
+    """Proximal policy optimisation (Schulman et al. 2017)."""
+
+    num_epochs: PositiveInt = 2
+    value_clip: Positive | None = 0.2
+    """Clip range of values around those of the rollout; null is off."""
+    value_coef: NonNegative = 0.1
+    """Weight of the value loss."""
+    gamma: Fraction = 1.0
+    """Discount of later rewards."""
+    lam: Fraction = 0.95
+    """Lambda of generalised advantage estimation."""
+    gae: Literal["auto", "loop"] = "auto"
+    """Generalised advantage estimation of all completions at once, or token by token in Python, with equal results."""
+    whiten_advantages: bool = True
+    """Normalize advantages to mean 0 and variance 1 over the rollout."""
+    whiten_rewards: bool = False
+    """Scale rewards to variance 1 over the rollout, keeping their mean."""
+    target_kl: Positive | None = None
+    """Stop the updates of a rollout once the KL per token to its own policy exceeds this; null is off."""
+    critic: Literal["shared", "separate", "none"] = "shared"
+    """Value head on the policy's trunk, a separate model, or none: advantages are then the returns (REINFORCE++)."""
+    critic_process: bool = False
+    """Compute a separate critic in a process of its own, beside the policy, with equal results; on a CPU."""
+    kl: KLSection = KLSection()
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> "PPOSection":
+        if self.critic_process and self.critic != "separate":
+            raise ValueError(
+                f"critic_process is true, but critic is {self.critic}: which another process cannot compute; "
+                "set critic to separate, or critic_process to false"
+            )
+        if self.critic == "none" and self.lam != 1:
+            raise ValueError(f"lam is {self.lam}, which weighs values, but critic is none; set lam: 1.0")
+        return self
+
+
+class PPORecipe(PolicyRecipe):
+    """Train a policy by PPO against a reward."""
+
+    ALLOWS_DROPOUT = False
+
+    algorithm: Literal["ppo"] = "ppo"
+    ppo: PPOSection = PPOSection()
+
+    @model_validator(mode="after")
+    def _check_critic_process(self) -> "PPORecipe":
+        if self.ppo.critic_process and self.scale.ranks > 1:
+            raise ValueError(
+                f"ppo.critic_process is for one process, but scale.ranks is {self.scale.ranks}; set one of them back"
+            )
+        return self
+
+
+PPO_RULES: tuple[Rule, ...] = (
+    *policy_rules("ppo"),
+    Rule(
+        "ppo.value_clip ppo.value_coef",
+        is_("ppo.critic", "none"),
+        "ppo.critic is none, so there are no values; set shared or separate, or leave this out",
+    ),
+    Rule("ppo.value_clip ppo.target_kl", is_updated_once("ppo"), ONE_UPDATE.replace("the ratio to", "the KL to")),
+)
+
+
+def _passes(cfg: PPORecipe) -> Passes:
+    return Passes.of_drawing(cfg, old_policy=True, critic=cfg.ppo.critic)
+
+
+SPEC = Spec(
+    recipe=PPORecipe,
+    title="PPO",
+    code="tunesmith.trainers.ppo:PPO",
+    headline=("reward", "objective/kl", "completions/mean_length"),
+    best="reward",
+    passes=_passes,
+    rules=(
+        *PPO_RULES,
+        no_kl_alarm("ppo"),
+        Rule(
+            "optimizer.head_learning_rate",
+            is_("ppo.critic", "none"),
+            "ppo.critic is none, so there is no value head; set shared or separate, or leave this out",
+        ),
+    ),
+)

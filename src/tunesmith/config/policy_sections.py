@@ -1,0 +1,80 @@
+"""Sections that several algorithms share: the KL to the reference, and the policy loss of PPO and GRPO."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tunesmith.config.sections import NonNegative, Positive, PositiveInt, Section
+
+Estimator = Literal["k1", "k2", "k3"]
+"""Estimator of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""
+
+Surrogate = Literal["clip", "cispo"]
+Level = Literal["token", "sequence", "product"]
+"""Importance ratio per token; per completion, as the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
+2507.18071, equation 7); or per completion, as their product."""
+
+Normalization = Literal["token", "sequence", "sequence_sum", "constant", "micro_batch"]
+
+
+class KLSection(Section):
+    """KL divergence to the reference policy."""
+
+    SHORTHAND = "coef"
+
+    coef: NonNegative = 0.05
+    """Coefficient; 0 loads no reference model."""
+    estimator: Estimator = "k1"
+    """Estimator of the KL (Schulman 2020)."""
+    place: Literal["reward", "loss"] = "reward"
+    """Subtract it from the reward per token, or add it to the loss."""
+    target: Positive | None = None
+    """KL in nats per completion that an adaptive coefficient keeps; null fixes the coefficient."""
+    horizon: Positive = 10_000.0
+    """Time scale of the adaptive coefficient, in completions (Ziegler et al. 2019)."""
+    bias_correction: bool = False
+    """Weight the KL in the loss by the ratio of new to sampling policy, so that off-policy updates with k1 and k3 have
+    the gradient of KL(policy, reference)."""
+
+    @model_validator(mode="after")
+    def _check_bias_correction(self) -> "KLSection":
+        if self.bias_correction and self.place != "loss":
+            raise ValueError("bias_correction weighs the KL in the loss, but place is reward; set place: loss")
+        return self
+
+
+class PolicyLossSection(Section):
+    """Policy loss and updates, shared by PPO and GRPO."""
+
+    surrogate: Surrogate = "clip"
+    """PPO's clipped ratio, or CISPO: the log-prob weighted by a detached ratio of at most 1 + clip_high."""
+    importance_sampling_level: Level = "token"
+    """Ratio of new to old policy: of each token; of a completion, as the geometric mean of its tokens (GSPO, arXiv
+    2507.18071, equation 7) or their product (RLOO)."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below 1 - clip_low; not for cispo."""
+    clip_high: Positive = 0.2
+    """The ratio is clipped above 1 + clip_high; DAPO has 0.28."""
+    dual_clip: Positive | None = None
+    """Upper bound of the ratio for negative advantages (dual-clip PPO, TRL's delta), for example 3; null is off."""
+    loss_normalization: Normalization = "token"
+    """Mean over all tokens of the update; over completions, of the mean or the sum of their tokens; sum divided by
+    completions x max_new_tokens; or mean over micro-batches of means over tokens."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus, a mean over tokens."""
+    num_epochs: PositiveInt = 1
+    """Passes over each rollout."""
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps in each pass."""
+    micro_batch_size: PositiveInt = 16
+    """Sequences in one forward and backward pass; gradients are accumulated."""
+
+    @model_validator(mode="after")
+    def _check_dual_clip(self) -> "PolicyLossSection":
+        if self.dual_clip is not None and self.surrogate == "cispo":
+            raise ValueError("dual_clip belongs to surrogate clip; set dual_clip: null for cispo")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip is {self.dual_clip}, not above 1 + clip_high, {1 + self.clip_high:g}; raise it"
+            )
+        return self
