@@ -87,7 +87,7 @@ def attempt(folder: Path, chance: random.Random, how: signal.Signals | None, vic
             time.sleep(0.01)
     process.join(timeout=120)
     assert process.exitcode is not None, "the leader hangs"
-    _, left = psutil.wait_procs(others, timeout=60)
+    _, left = psutil.wait_procs(others, timeout=30)
     assert not left, "a rank outlives the others"
     return process.exitcode == 0 or any(folder.glob("*/result.json"))
 

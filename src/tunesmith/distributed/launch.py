@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tunesmith.config.recipe import Recipe
 from tunesmith.config.scale_sections import ScaleSection
+from tunesmith.core.child import end_with_parent
 from tunesmith.core.errors import ConfigError, InputError, LostRankError, TrainingError
 from tunesmith.distributed.ranks import Ranks, is_lost, joined
 from tunesmith.distributed.stages import Stages
@@ -157,6 +158,8 @@ def _start(section: ScaleSection, port: int, limit: timedelta, follow: Callable[
 @_ignoring_signals()
 def _run(rank: int, section: ScaleSection, port: int, limit: timedelta, follow: Callable[[], object]) -> None:
     """The life of a rank that rank 0 started."""
+    # The server that forked this process ends with rank 0. To connect to a store that is gone takes a minute, or more.
+    end_with_parent()
     count = section.ranks
     store = TCPStore("127.0.0.1", port, count, is_master=False, timeout=limit)
     store.set(_here(count)[rank - 1], "")

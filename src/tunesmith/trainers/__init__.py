@@ -1,1 +1,1 @@
-"""Trainers. Each file holds a whole algorithm in four parts: `State`, `build`, `step` and `run`."""
+"""Trainers: a file for each algorithm, the loop of a run, and what a run needs around its steps."""
