@@ -61,6 +61,8 @@ def trl_grpo_loss() -> GRPOLoss:
             accelerator=_accelerator(),
             args=SimpleNamespace(
                 delta=options.get("delta"),
+                sapo_temperature_pos=options.get("temperature_positive"),
+                sapo_temperature_neg=options.get("temperature_negative"),
                 use_bias_correction_kl=options.get("use_bias_correction_kl", False),
                 steps_per_generation=1,
             ),

@@ -284,6 +284,31 @@ def test_group_advantages_equal_their_twin(seed, num_prompts, num_completions, b
     ]
 
 
+@given(seed=seeds, num_prompts=sizes, num_completions=sizes)
+def test_divided_by_the_mean_advantages_are_the_gradient_of_the_log_of_the_mean(seed, num_prompts, num_completions):
+    """d log(mean r) = sum of (r - mean) / mean of the score function, over the completions of a group (MaxRL)."""
+    reward_PG, valid_PG = rewards(seed, num_prompts, num_completions)
+    reward_PG = reward_PG.abs()
+    result = advantages.group_relative(reward_PG, valid_PG, scale="mean")
+    twin = []
+    for numbers, mask in zip(reward_PG.tolist(), valid_PG.tolist(), strict=True):
+        known = [number for number, counts in zip(numbers, mask, strict=True) if counts]
+        mean = math.fsum(known) / max(1, len(known))
+        is_flat = len(set(known)) < 2
+        twin += [
+            (number - mean) / mean if counts and not is_flat else 0.0
+            for number, counts in zip(numbers, mask, strict=True)
+        ]
+    assert result.advantage_PG.flatten().tolist() == pytest.approx(twin, abs=1e-9, rel=1e-9)
+
+
+def test_rewards_below_zero_cannot_be_divided_by_their_mean():
+    with pytest.raises(InputError, match=r"a reward is -0\.5, but the scale `mean` divides by the mean"):
+        advantages.group_relative(torch.tensor([[1.0, -0.5]]), scale="mean")
+    flat = advantages.group_relative(torch.zeros(1, 3), scale="mean")
+    assert flat.advantage_PG.tolist() == [[0.0, 0.0, 0.0]] and flat.varies_P.tolist() == [False]
+
+
 @pytest.mark.parametrize("num_completions", [2, 5])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_group_advantages_are_those_of_trl_s_grpo_trainer(scale, num_completions, trl_advantages):

@@ -54,6 +54,10 @@ def token_twin(logp, ratio, advantage, cfg):
     if cfg.surrogate == "cispo":
         weight = min(ratio, high)
         return -weight * advantage * logp, 0.0, -weight * advantage, "high" if is_high else ""
+    if cfg.surrogate == "sapo":
+        steepness = cfg.temperature_positive if advantage > 0 else cfg.temperature_negative
+        gate = 1 / (1 + math.exp(-steepness * (ratio - 1)))
+        return -4 / steepness * gate * advantage, -4 * gate * (1 - gate) * advantage, 0.0, ""
     if is_high:
         return -high * advantage, 0.0, 0.0, "high"
     if advantage < 0 and ratio < low:
@@ -107,6 +111,13 @@ levels = st.sampled_from(["token", "sequence", "product"])
 sections = st.one_of(
     st.builds(section, clips, clips, importance_sampling_level=levels, dual_clip=st.sampled_from([None, 1.6, 3.0])),
     st.builds(section, clips, clips, importance_sampling_level=levels, surrogate=st.just("cispo")),
+    st.builds(
+        section,
+        importance_sampling_level=levels,
+        surrogate=st.just("sapo"),
+        temperature_positive=st.floats(0.3, 3),
+        temperature_negative=st.floats(0.3, 3),
+    ),
 )
 
 
@@ -150,7 +161,9 @@ def test_loss_passes_gradcheck():
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(0)
     for level in ("token", "sequence", "product"):
         cfg = section(0.2, 0.3, importance_sampling_level=level, dual_clip=1.5)
-        assert gradcheck(lambda x, c=cfg: surrogate(x, old_logp_BT, advantage_BT, mask_BT, 9, c)[0], (logp_BT,))
+        soft = section(surrogate="sapo", importance_sampling_level=level)
+        for one in (cfg, soft):
+            assert gradcheck(lambda x, c=one: surrogate(x, old_logp_BT, advantage_BT, mask_BT, 9, c)[0], (logp_BT,))
     assert gradcheck(lambda x: entropy_bonus(x, mask_BT, 9), (logp_BT,))
 
 
@@ -166,7 +179,7 @@ def test_the_first_pass_has_ratio_one_and_the_gradient_of_the_policy_gradient(se
     metrics = stats.metrics()
     assert (metrics["val/ratio"], metrics["val/ratio_var"]) == (1.0, 0.0)
     assert metrics["policy/approxkl_avg"] == metrics["policy/clipfrac_avg"] == 0.0
-    if cfg.importance_sampling_level == "product" and cfg.surrogate == "clip":
+    if cfg.importance_sampling_level == "product" and cfg.surrogate != "cispo":
         advantage_BT = advantage_BT[:, :1].expand_as(mask_BT)
     expected_BT = -(advantage_BT * mask_BT) / num_tokens
     torch.testing.assert_close(grad(loss, logp_BT)[0], expected_BT, atol=1e-14, rtol=0)
@@ -288,6 +301,20 @@ def test_dual_clip_equals_trl_s_delta(trl_grpo_loss, seed):
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
     assert stats.metrics()["clip_ratio/dual_mean"] > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_sapo_equals_trl(trl_grpo_loss, seed, level):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, 6, 7, dtype=torch.float32, spread=0.8)
+    advantage_BT, temperatures = advantage_BT[:, :1], {"temperature_positive": 0.8, "temperature_negative": 1.3}
+    options = {"loss_type": "sapo", "importance_sampling_level": level, **temperatures}
+    theirs, _ = trl_grpo_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT, 1, 0.2, 0.2, **options)
+    cfg = section(surrogate="sapo", importance_sampling_level=level, **temperatures)
+    denominator = policy_loss.loss_denominator("sequence", mask_BT, whole_step(mask_BT), 11)
+    ours, _ = surrogate(logp_BT, old_logp_BT, advantage_BT.expand_as(mask_BT), mask_BT, denominator, cfg)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
+    torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("seed", range(4))

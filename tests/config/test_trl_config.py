@@ -129,7 +129,7 @@ def test_trl_s_defaults_hold_where_a_config_says_nothing() -> None:
     [
         ("grpo", {"num_generation": 4}, "num_generation: no field of TRL's grpo config; did you mean num_generations"),
         ("sft", {"num_generations": 4}, "num_generations: no field of TRL's sft config"),
-        ("grpo", {"loss_type": "sapo"}, "loss_type is 'sapo', which is not possible; allowed: grpo, dr_grpo"),
+        ("grpo", {"loss_type": "vespo"}, "loss_type is 'vespo', which is not possible; allowed: grpo, dr_grpo"),
         ("sft", {"loss_type": "dft"}, "loss_type is 'dft', which is not possible; allowed: nll"),
         ("dpo", {"loss_type": ["sigmoid", "bco_pair"]}, r"loss_type is sigmoid\+bco_pair, which is not possible"),
         ("dpo", {"lr_scheduler_type": "polynomial"}, "lr_scheduler_type is 'polynomial', which is not possible"),

@@ -7,7 +7,7 @@ import pytest
 
 from tunesmith import run
 from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.effects import _rules_of, ineffective
+from tunesmith.config.effects import ineffective, rules_of
 from tunesmith.config.keys import leaves
 from tunesmith.config.levels import LEVELS
 from tunesmith.config.load import load_recipe, read_algorithm, shipped_names
@@ -25,6 +25,9 @@ CASES: list[tuple[str, str, dict[str, object]]] = [
         {"grpo.baseline": "leave_one_out", "grpo.multi_objective_aggregation": "normalize_then_sum"},
     ),
     ("grpo", "grpo.clip_low", {"grpo.clip_low": 0.1, "grpo.surrogate": "cispo", "grpo.num_epochs": 2}),
+    ("grpo", "grpo.clip_high", {"grpo.clip_high": 0.1, "grpo.surrogate": "sapo", "grpo.num_epochs": 2}),
+    ("grpo", "grpo.temperature_positive", {"grpo.temperature_positive": 0.5, "grpo.num_epochs": 2}),
+    ("ppo", "ppo.temperature_negative", {"ppo.temperature_negative": 0.5, "ppo.num_epochs": 2}),
     ("grpo", "grpo.kl.estimator", {"grpo.kl": 0, "grpo.kl.estimator": "k1"}),
     ("grpo", "grpo.kl.place", {"grpo.kl": 0, "grpo.kl.place": "reward"}),
     ("grpo", "grpo.kl.bias_correction", {"grpo.kl": 0, "grpo.kl.bias_correction": True}),
@@ -159,7 +162,7 @@ def test_a_key_set_to_its_default_is_no_mistake() -> None:
 def test_every_rule_names_keys_that_there_are() -> None:
     """A rule with a misspelt key would never hold. Reported: issue 45.9."""
     paths = {key.path for schema in RECIPES.values() for key in leaves(schema)}
-    patterns = {pattern for name in RECIPES for rule in _rules_of(name) for pattern in rule.keys.split()}
+    patterns = {pattern for name in RECIPES for rule in rules_of(name) for pattern in rule.keys.split()}
     missing = {one for one in patterns if not any(path.startswith(one.rstrip("*")) for path in paths)}
     assert missing == {"pairs.split_column", "demonstrations.split_column"}  # of a rule for all three kinds of data
 

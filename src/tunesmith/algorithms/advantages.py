@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.config.algorithms.grpo import Baseline, Scale
+from tunesmith.core.errors import InputError
 from tunesmith.kernels.gae import api as kernel
 from tunesmith.kernels.gae.torch_impl import Advantages
 from tunesmith.kernels.masking import check_shapes, kept, total
@@ -91,9 +92,12 @@ def group_relative(
     `scale="group"` divides by the group's unbiased standard deviation plus `GROUP_EPS`; `"batch"` by that of all valid
     rewards, so that hard and easy prompts keep their weight (Liu et al. 2025, arXiv 2508.08221); `"advantages"` by that
     of what is left once the baselines are taken off (REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262); `"none"`
-    does not divide (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+    does not divide (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). `"mean"` divides by the group's mean reward: with
+    rewards of 0 and 1 that is the gradient of the log of the rate of success (MaxRL, Tajwar et al. 2026, arXiv
+    2602.02710).
     Where all valid rewards of a group are equal its advantages are exactly 0: nothing is to be learnt from it. Only
-    completions with `valid_PG` take part. Raises `InputError` if shapes differ.
+    completions with `valid_PG` take part. Raises `InputError` if shapes differ, or for rewards below 0 with
+    `scale="mean"`.
     """
     valid_PG = torch.ones_like(reward_PG, dtype=torch.bool) if valid_PG is None else valid_PG.bool()
     check_shapes(reward_PG=reward_PG, valid_PG=valid_PG)
@@ -107,6 +111,13 @@ def group_relative(
         advantage_PG = advantage_PG * num_P1 / (num_P1 - 1).clamp(min=1)
     if scale == "group":
         advantage_PG = advantage_PG / (std_P1 + GROUP_EPS)
+    elif scale == "mean":
+        if (reward_PG < 0).any():
+            raise InputError(
+                f"a reward is {reward_PG.min():g}, but the scale `mean` divides by the mean of a group's rewards, "
+                "which must be 0 or more; take another scale, or shift the rewards"
+            )
+        advantage_PG = advantage_PG / torch.where(varies_P1, mean_P1, 1.0)
     elif scale != "none":
         known = (reward_PG if scale == "batch" else advantage_PG)[valid_PG]
         advantage_PG = advantage_PG / (_std(known) + GROUP_EPS)

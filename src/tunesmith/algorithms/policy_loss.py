@@ -144,11 +144,13 @@ def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]
 
         clip:  -min(min(r, dual_clip) A, clip(r, 1 - clip_low, 1 + clip_high) A)
         cispo: -sg(min(r, 1 + clip_high)) A logp
+        sapo:  -4 / t sigmoid(t (r - 1)) A,  t = temperature_positive where A > 0, else temperature_negative
 
     `clip` is equation 7 of Schulman et al. 2017 (arXiv 1707.06347), with two clip bounds as in DAPO (arXiv 2503.14476);
     `dual_clip` matters where A is negative (Ye et al. 2020, arXiv 1912.09729). `cispo` is the loss of MiniMax-M1 (arXiv
-    2506.13585) without a lower bound. Log-probs are not clamped: a ratio beyond the range of floats gives a non-finite
-    gradient, which the optimizer refuses and reports.
+    2506.13585) without a lower bound. `sapo` is that of Gao et al. 2025 (arXiv 2511.20347): at ratio 1 its gradient is
+    that of `clip`, and it fades on both sides instead of ending. Log-probs are not clamped: a ratio beyond the range of
+    floats gives a non-finite gradient, which the optimizer refuses and reports.
     """
     mask_BT = tokens.mask_BT.bool()
     low, high, dual = 1 - terms.clip_low, 1 + terms.clip_high, terms.dual_clip
@@ -157,6 +159,10 @@ def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]
     ratio_BT = importance_ratio(tokens.logp_BT, tokens.old_logp_BT, mask_BT, terms.level)
     if terms.surrogate == "cispo":
         return -ratio_BT.detach().clamp(max=high) * advantage_BT * kept(tokens.logp_BT, mask_BT), ratio_BT
+    if terms.surrogate == "sapo":
+        positive, negative = ratio_BT.new_tensor((terms.temperature_positive, terms.temperature_negative))
+        t_BT = torch.where(advantage_BT > 0, positive, negative)
+        return -4 / t_BT * torch.sigmoid(t_BT * (ratio_BT - 1)) * advantage_BT, ratio_BT
     bounded_BT = ratio_BT if dual is None else ratio_BT.clamp(max=dual)
     return -torch.minimum(bounded_BT * advantage_BT, ratio_BT.clamp(low, high) * advantage_BT), ratio_BT
 
@@ -177,8 +183,9 @@ def importance_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor, leve
 
 
 def _statistics(tokens: PolicyTokens, terms: PolicyTerms, loss_BT: Tensor, ratio_BT: Tensor) -> PolicyStats:
-    mask_BT, is_cispo = tokens.mask_BT.bool(), terms.surrogate == "cispo"
-    low, high = 1 - terms.clip_low, 1 + terms.clip_high
+    mask_BT = tokens.mask_BT.bool()
+    low = 1 - terms.clip_low if terms.surrogate == "clip" else 0.0
+    high = math.inf if terms.surrogate == "sapo" else 1 + terms.clip_high
     dual = math.inf if terms.dual_clip is None else terms.dual_clip
     ratio_BT, advantage_BT = ratio_BT.detach(), kept(tokens.advantage_BT.detach(), mask_BT)
     log_ratio_BT = kept(tokens.logp_BT.detach(), mask_BT) - kept(tokens.old_logp_BT.detach(), mask_BT)
@@ -186,7 +193,7 @@ def _statistics(tokens: PolicyTokens, terms: PolicyTerms, loss_BT: Tensor, ratio
         num_tokens=total(mask_BT),
         loss=total(loss_BT),
         approx_kl=total(0.5 * log_ratio_BT.square()),
-        clipped_low=total((ratio_BT < low) & (advantage_BT < 0) & (not is_cispo)),
+        clipped_low=total((ratio_BT < low) & (advantage_BT < 0)),
         clipped_high=total((ratio_BT > high) & (advantage_BT > 0)),
         clipped_dual=total((ratio_BT > dual) & (advantage_BT < 0)),
         ratio=total(kept(ratio_BT, mask_BT)),
@@ -202,6 +209,8 @@ def terms_of(settings: PolicyLossSection, kl: KLSection, kl_coef: float) -> Poli
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
+        temperature_positive=settings.temperature_positive,
+        temperature_negative=settings.temperature_negative,
         kl=kl.estimator,
         kl_coef=kl_coef,
         corrects_kl=kl.bias_correction,

@@ -9,7 +9,7 @@ from tunesmith.config.sections import NonNegative, Positive, PositiveInt, Sectio
 Estimator = Literal["k1", "k2", "k3"]
 """Estimator of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""
 
-Surrogate = Literal["clip", "cispo"]
+Surrogate = Literal["clip", "cispo", "sapo"]
 Level = Literal["token", "sequence", "product"]
 """Importance ratio per token; per completion, as the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
 2507.18071, equation 7); or per completion, as their product."""
@@ -47,14 +47,19 @@ class PolicyLossSection(Section):
     """Policy loss and updates, shared by PPO and GRPO."""
 
     surrogate: Surrogate = "clip"
-    """PPO's clipped ratio, or CISPO: the log-prob weighted by a detached ratio of at most 1 + clip_high."""
+    """PPO's clipped ratio; CISPO: the log-prob weighted by a detached ratio of at most 1 + clip_high; or SAPO: a
+    sigmoid of the ratio, which closes softly."""
     importance_sampling_level: Level = "token"
     """Ratio of new to old policy: of each token; of a completion, as the geometric mean of its tokens (GSPO, arXiv
     2507.18071, equation 7) or their product (RLOO)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below 1 - clip_low; not for cispo."""
+    """The ratio is clipped below 1 - clip_low; for surrogate clip."""
     clip_high: Positive = 0.2
-    """The ratio is clipped above 1 + clip_high; DAPO has 0.28."""
+    """The ratio is clipped above 1 + clip_high; DAPO has 0.28. Not for sapo."""
+    temperature_positive: Positive = 1.0
+    """Steepness of SAPO's sigmoid for tokens of positive advantage."""
+    temperature_negative: Positive = 1.05
+    """Steepness of SAPO's sigmoid for the other tokens."""
     dual_clip: Positive | None = None
     """Upper bound of the ratio for negative advantages (dual-clip PPO, TRL's delta), for example 3; null is off."""
     loss_normalization: Normalization = "token"
@@ -71,8 +76,8 @@ class PolicyLossSection(Section):
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> "PolicyLossSection":
-        if self.dual_clip is not None and self.surrogate == "cispo":
-            raise ValueError("dual_clip belongs to surrogate clip; set dual_clip: null for cispo")
+        if self.dual_clip is not None and self.surrogate != "clip":
+            raise ValueError(f"dual_clip belongs to surrogate clip; set dual_clip: null for {self.surrogate}")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(
                 f"dual_clip is {self.dual_clip}, not above 1 + clip_high, {1 + self.clip_high:g}; raise it"

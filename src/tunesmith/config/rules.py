@@ -183,6 +183,16 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
             "{section}.surrogate is cispo, whose weight has no lower bound; set clip, or leave this out",
         ),
         Rule(
+            f"{section}.clip_low {section}.clip_high",
+            is_(f"{section}.surrogate", "sapo"),
+            "{section}.surrogate is sapo, which does not clip; set clip, or leave this out",
+        ),
+        Rule(
+            f"{section}.temperature_positive {section}.temperature_negative",
+            is_not(f"{section}.surrogate", "sapo"),
+            "it is the steepness of {section}.surrogate sapo; set that, or leave this out",
+        ),
+        Rule(
             f"{section}.clip_low {section}.clip_high {section}.dual_clip {section}.surrogate",
             is_updated_once(section),
             ONE_UPDATE,

@@ -33,6 +33,7 @@ _NORMALIZATIONS = {
     "dapo": "token",
     "bnpo": "micro_batch",
     "cispo": "token",
+    "sapo": "sequence",
 }
 _IMPORTANCE = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")}
 _TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -296,11 +297,14 @@ class _Conversion:
             **(self._vllm() if f["use_vllm"] else {}),
             **{f"grpo.{name}": f[name] for name in same},
             **{"grpo.num_epochs": f["num_iterations"], "grpo.num_minibatches": drawn // self.batch},
-            **{"grpo.micro_batch_size": self.micro, "grpo.surrogate": "cispo" if is_cispo else "clip"},
+            "grpo.micro_batch_size": self.micro,
+            "grpo.surrogate": f["loss_type"] if f["loss_type"] in ("cispo", "sapo") else "clip",
             "grpo.loss_normalization": self._pick("loss_type", _NORMALIZATIONS),
             "grpo.clip_low": f["epsilon"],
             "grpo.clip_high": high - 1 if is_cispo else high,  # of CISPO, TRL bounds the ratio itself
             "grpo.dual_clip": f["delta"],
+            "grpo.temperature_positive": f["sapo_temperature_pos"],
+            "grpo.temperature_negative": f["sapo_temperature_neg"],
             "grpo.scale": self._pick("scale_rewards", scales),
             **{"grpo.kl.coef": f["beta"], "grpo.kl.bias_correction": f["use_bias_correction_kl"]},
         }

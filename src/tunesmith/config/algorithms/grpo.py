@@ -14,7 +14,7 @@ from tunesmith.config.sections import EvaluationSection, GRPORolloutSection, Non
 from tunesmith.config.spec import Passes, Spec
 
 Baseline = Literal["mean", "leave_one_out"]
-Scale = Literal["group", "batch", "advantages", "none"]
+Scale = Literal["group", "batch", "advantages", "mean", "none"]
 
 
 class GRPOKLSection(KLSection):
@@ -33,7 +33,7 @@ class GRPOSection(PolicyLossSection):
     """Mean reward of the group (GRPO), or of its other completions (RLOO)."""
     scale: Scale = "group"
     """Divide advantages by the standard deviation of the group's rewards, of all rewards, of all advantages
-    (REINFORCE++-baseline), or not at all."""
+    (REINFORCE++-baseline), by the mean of the group's rewards, which are 0 or more (MaxRL), or not at all."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the rewards, then normalize; or normalize each within its group, sum, and scale to variance 1 over the step
     (GDPO), ignoring baseline and scale."""
@@ -48,6 +48,11 @@ class GRPOSection(PolicyLossSection):
         if self.multi_objective_aggregation == "normalize_then_sum" and self.kl.place == "reward" and self.kl.coef > 0:
             raise ValueError(
                 "multi_objective_aggregation is normalize_then_sum, which has no sum to take the KL from; set "
+                "kl.place: loss"
+            )
+        if self.scale == "mean" and self.kl.place == "reward" and self.kl.coef > 0:
+            raise ValueError(
+                "scale is mean, which divides by rewards of 0 or more, but kl.place is reward, which lowers them; set "
                 "kl.place: loss"
             )
         return self

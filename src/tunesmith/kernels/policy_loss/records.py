@@ -27,6 +27,8 @@ class PolicyTerms:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    temperature_positive: float = 1.0
+    temperature_negative: float = 1.05
     kl: Estimator = "k3"
     kl_coef: float = 0.0
     corrects_kl: bool = False
@@ -37,12 +39,16 @@ class PolicyTerms:
             raise InputError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
         for name, value, least in (
             ("clip_high", self.clip_high, 0.0),
+            ("temperature_positive", self.temperature_positive, 0.0),
+            ("temperature_negative", self.temperature_negative, 0.0),
             ("dual_clip", self.dual_clip, 1 + self.clip_high),
         ):
             if value is not None and not value > least:
                 raise InputError(f"{name} is {value}; it must be above {least:g}")
-        if self.dual_clip is not None and self.surrogate == "cispo":
-            raise InputError(f"dual_clip is {self.dual_clip} with surrogate cispo; give None, or surrogate clip")
+        if self.dual_clip is not None and self.surrogate != "clip":
+            raise InputError(
+                f"dual_clip is {self.dual_clip} with surrogate {self.surrogate}; give None, or surrogate clip"
+            )
         for name, value in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             if not value >= 0:
                 raise InputError(f"{name} is {value}; it must be 0 or more")
