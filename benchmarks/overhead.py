@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Say, benchmark, head, in_turns, load_warning, paired, print_table, run
-from tunesmith.config.schema import RECIPES
+from tunesmith.config.schema import RECIPES, SPECS
 from tunesmith.profiling.meter import metering
 from tunesmith.runs.folder import read_jsonl
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics
 from tunesmith.trainers.computing import rates_of
-from tunesmith.trainers.run import ALGORITHMS, take_step, task_of
 from tunesmith.trainers.run import run as train
+from tunesmith.trainers.run import take_step, task_of
 from tunesmith.trainers.session import Job, Session, open_session
 
 BLOCK_S = 3.0
@@ -130,7 +130,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     covered: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="tunesmith-overhead-") as folder:
         figures = overhead(options, Path(folder), num_tokens, say)
-        for algorithm in ALGORITHMS:
+        for algorithm in SPECS:
             covered[algorithm] = coverage(algorithm, options, Path(folder), num_tokens)
             say(f"coverage of {algorithm}: {covered[algorithm]:.4f}")
     return {

@@ -17,7 +17,8 @@ from sphinx.util.docutils import SphinxDirective
 
 import tunesmith
 from tunesmith.config.keys import Key, leaves
-from tunesmith.config.schema import RECIPES, Recipe
+from tunesmith.config.recipe import Recipe
+from tunesmith.config.schema import RECIPES
 
 
 def config_markdown() -> str:

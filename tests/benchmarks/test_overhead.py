@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import overhead
-from tunesmith.trainers.run import ALGORITHMS
+from tunesmith.config.schema import SPECS
 
 
 def test_a_smoke_run_measures_the_overhead_and_the_coverage_of_every_trainer(
@@ -15,6 +15,6 @@ def test_a_smoke_run_measures_the_overhead_and_the_coverage_of_every_trainer(
     assert overhead.main(words) == 0
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert facts["ratio_min"] <= facts["overhead"] + 1 <= facts["ratio_max"]
-    assert set(facts["coverage"]) == set(ALGORITHMS)
+    assert set(facts["coverage"]) == set(SPECS)
     assert all(0 < share <= 1 for share in facts["coverage"].values())
     assert facts["step_s"] > 0

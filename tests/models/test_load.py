@@ -112,7 +112,7 @@ def test_a_missing_hub_id_without_network_says_what_to_do(tmp_path):
     # In a process of its own: the hub library reads HF_HUB_OFFLINE when it is imported.
     code = (
         "from tunesmith.models.load import load_policy\n"
-        "from tunesmith.config.schema import ModelSection\n"
+        "from tunesmith.config.sections import ModelSection\n"
         "from tunesmith.core.errors import ModelError\n"
         "try:\n    load_policy(ModelSection(name='nobody/nothing'))\n"
         "except ModelError as error:\n    print(error)\n"

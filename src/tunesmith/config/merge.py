@@ -7,7 +7,7 @@ from typing import cast
 from pydantic.fields import FieldInfo
 
 from tunesmith.config.keys import holds_text, item_of, leaves, nearest, section_of, takes_truth, type_in_words
-from tunesmith.config.schema import Recipe
+from tunesmith.config.recipe import Recipe
 from tunesmith.config.sections import Section
 from tunesmith.config.yaml_text import Document, is_list, is_mapping, parse_value
 

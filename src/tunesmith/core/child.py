@@ -2,10 +2,12 @@
 
 import ctypes
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -42,6 +44,22 @@ def end_with_parent() -> None:
     """Have this process killed when its parent ends, where the system can (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with(process: int) -> None:
+    """Have this process end when that of the id `process`, which may not be its parent, does, where it can (Linux)."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        ended = os.pidfd_open(process)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([ended], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="tunesmith leader", daemon=True).start()
 
 
 def serve(prepare: Callable[[Any], Callable[[Any], object]]) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tunesmith.config.recipe import Recipe
 from tunesmith.config.scale_sections import ScaleSection
-from tunesmith.core.child import end_with_parent
+from tunesmith.core.child import end_with
 from tunesmith.core.errors import ConfigError, InputError, LostRankError, TrainingError
 from tunesmith.distributed.ranks import Ranks, is_lost, joined
 from tunesmith.distributed.stages import Stages
@@ -140,7 +140,10 @@ def _start(section: ScaleSection, port: int, limit: timedelta, follow: Callable[
     context.set_forkserver_preload([_LOADED])
     processes = [
         context.Process(
-            target=_run, args=(rank, section, port, limit, follow), name=f"tunesmith rank {rank}", daemon=True
+            target=_run,
+            args=(rank, section, port, limit, follow, os.getpid()),
+            name=f"tunesmith rank {rank}",
+            daemon=True,
         )
         for rank in range(1, section.ranks)
     ]
@@ -156,10 +159,14 @@ def _start(section: ScaleSection, port: int, limit: timedelta, follow: Callable[
 
 
 @_ignoring_signals()
-def _run(rank: int, section: ScaleSection, port: int, limit: timedelta, follow: Callable[[], object]) -> None:
-    """The life of a rank that rank 0 started."""
-    # The server that forked this process ends with rank 0. To connect to a store that is gone takes a minute, or more.
-    end_with_parent()
+def _run(
+    rank: int, section: ScaleSection, port: int, limit: timedelta, follow: Callable[[], object], leader: int
+) -> None:
+    """The life of a rank that rank 0, the process `leader`, started.
+
+    It ends with that one at once: to find out by a connection that breaks, or cannot be made, may take minutes.
+    """
+    end_with(leader)
     count = section.ranks
     store = TCPStore("127.0.0.1", port, count, is_master=False, timeout=limit)
     store.set(_here(count)[rank - 1], "")
