@@ -72,6 +72,7 @@ def test_keys_of_the_recipe_are_flags(capsys: pytest.CaptureFixture[str]):
         (["--critic-nodes", "2"], "no critic of its own"),
         (["--rollout.slots", "2"], "rollout.slots"),
         (["--algorithm", "sft"], "rollout"),
+        (["--algorithm", "live"], "live"),
         (["--price", "-1"], "--price is -1"),
         (["--model", "llama-3.1-405b", "--nodes", "1"], "nothing fits"),
     ],

@@ -37,15 +37,11 @@ class MeanScaled(GRPO):
         return (scores.total_PG - mean_P1) / (mean_P1 + section.floor)
 
 
-def _passes(cfg: MeanScaledRecipe) -> Passes:
-    return Passes.of_drawing(cfg)
-
-
 SPEC = Spec(
     recipe=MeanScaledRecipe,
     title="mean-scaled GRPO",
     code="mean_scaled:MeanScaled",
     headline=("reward", "completions/mean_length"),
     best="reward",
-    passes=_passes,
+    passes=Passes.of_drawing,
 )

@@ -55,19 +55,8 @@ def facts(folder: Path, *words: str) -> Any:
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
-    """A run of two steps of three."""
-    words = (
-        "train",
-        "mean_scaled",
-        *SHORT,
-        "--prompts",
-        "prompts.jsonl",
-        "--steps",
-        "2",
-        "--run.checkpoint-every",
-        "1",
-    )
-    return folder / facts(folder, *words)["run_dir"]
+    """A run of two steps, with a checkpoint after each."""
+    return folder / facts(folder, "train", "mean_scaled", *SHORT, "--run.checkpoint-every", "1")["run_dir"]
 
 
 def test_it_trains_and_goes_on(folder: Path, run_dir: Path) -> None:

@@ -17,7 +17,7 @@ class DemoFlags:
     minutes.
     """
 
-    algorithm: Annotated[str, flag("What trains the policy; a recipe demo_NAME must exist.", "NAME")] = "ppo"
+    algorithm: Annotated[str, flag("What trains the policy: a NAME with a shipped recipe demo_NAME.", "NAME")] = "ppo"
     seed: Annotated[int, flag("Seed of everything that is drawn.", "N")] = 0
     vote: Annotated[bool, flag("You vote, with two keys in the terminal.")] = False
     quick: Annotated[bool, flag("A run of few steps, to see that all parts work.")] = False

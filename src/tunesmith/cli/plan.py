@@ -39,7 +39,7 @@ class PlanOptions:
     critic_nodes: Annotated[int, flag("Further nodes for PPO's critic and the reward model.", "N")] = 0
     workers: Annotated[int, flag("Rollout workers beside the ranks; 0: the ranks draw.", "N")] = 0
     data_parallel: Annotated[bool, flag("Plan what Tunesmith trains itself: whole weights on each rank.")] = False
-    algorithm: Annotated[str, flag("What `tunesmith train` is followed by.", "NAME")] = "ppo"
+    algorithm: Annotated[str, flag("An algorithm of `tunesmith train`.", "NAME")] = "ppo"
     recipe: Annotated[Path | None, flag("A recipe of that algorithm.", "FILE.yaml")] = None
     prompts: Annotated[int | None, flag("Prompts of a step.", "N")] = None
     completions: Annotated[int | None, flag("Completions of a prompt.", "N")] = None

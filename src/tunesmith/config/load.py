@@ -112,7 +112,7 @@ def algorithm_of(document: Document, name: str) -> str:
     if "live" in data:
         return "live"  # it has the sections of others too
     shared = set(Recipe.model_fields)
-    own = {name: set(schema.model_fields) - shared for name, schema in RECIPES.items() if name in SPECS}
+    own = {name: set(spec.recipe.model_fields) - shared for name, spec in SPECS.items()}
     most = max(len(set(data) & sections) for sections in own.values())
     fitting = [algorithm for algorithm, sections in own.items() if most and len(set(data) & sections) == most]
     if len(fitting) > 1:  # settings of an algorithm say more than sections of its data

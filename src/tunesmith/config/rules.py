@@ -201,10 +201,6 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
     )
 
 
-OWN_LOGPS = (
-    "grpo.num_epochs and grpo.num_minibatches are 1, so that the old policy is the one that is updated, and its "
-    "log-probs are those of the update's own pass; leave this out"
-)
 NO_HEAD = Rule("optimizer.head_learning_rate", always, "this algorithm has no value or reward head; leave this out")
 ACCURACY = Rule(
     "evaluation.num_prompts evaluation.completions_per_prompt",

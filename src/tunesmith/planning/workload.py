@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tunesmith.config.recipe import Recipe, SamplingRecipe
 from tunesmith.config.schema import SPECS
+from tunesmith.core.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,11 @@ class Workload:
 
 def workload_of(recipe: Recipe, prompt_tokens: float, mean_new_tokens: float | None = None) -> Workload:
     """The step of `recipe`. Prompts have `prompt_tokens` on average, completions `mean_new_tokens`, half of
-    their limit by default.
+    their limit by default. Raises InputError for the live loop, which has no step of a fixed size.
     """
-    spec = SPECS[recipe.algorithm]
+    spec = SPECS.get(recipe.algorithm)
+    if spec is None:
+        raise InputError(f"a step of {recipe.algorithm} cannot be planned; give one of {', '.join(SPECS)}")
     passes = spec.passes(recipe)
     shared = {
         "draws": spec.draws,

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from tunesmith.config.policy_sections import Estimator, KLSection, PolicyLossSection
 from tunesmith.config.recipe import PolicyRecipe
-from tunesmith.config.rules import ACCURACY, NO_HEAD, OWN_LOGPS, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
+from tunesmith.config.rules import ACCURACY, NO_HEAD, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
 from tunesmith.config.sections import EvaluationSection, GRPORolloutSection, NonNegative, NonNegativeInt
 from tunesmith.config.spec import Passes, Spec
 
@@ -68,6 +68,11 @@ class GRPORecipe(PolicyRecipe):
     grpo: GRPOSection = GRPOSection()
     evaluation: EvaluationSection = EvaluationSection()
 
+
+OWN_LOGPS = (
+    "grpo.num_epochs and grpo.num_minibatches are 1, so that the old policy is the one that is updated, and its "
+    "log-probs are those of the update's own pass; leave this out"
+)
 
 GRPO_RULES: tuple[Rule, ...] = (
     *policy_rules("grpo"),

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tunesmith.config.algorithms.dpo import DPO_RULES, DPOSection
-from tunesmith.config.algorithms.grpo import GRPO_RULES, GRPOSection
+from tunesmith.config.algorithms.grpo import GRPO_RULES, OWN_LOGPS, GRPOSection
 from tunesmith.config.algorithms.ppo import PPO_RULES, PPOSection
 from tunesmith.config.algorithms.reward import RewardTrainerSection
 from tunesmith.config.recipe import Recipe, check_horizon
-from tunesmith.config.rules import OWN_LOGPS, SAMPLING, Rule, always, is_not, is_updated_once
+from tunesmith.config.rules import SAMPLING, Rule, always, is_not, is_updated_once
 from tunesmith.config.sections import (
     Fraction,
     NonNegative,

@@ -64,6 +64,5 @@ SPEC = Spec(
     headline=("loss", "accuracy", "margin"),
     best="accuracy",
     passes=_passes,
-    rules=(),
     trains="reward model",
 )
