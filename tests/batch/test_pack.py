@@ -2,7 +2,7 @@
 
 import torch
 
-from tunesmith.batch.pack import PolicyBatch, PPOBatch, chunks, pack, select
+from tunesmith.batch.pack import PolicyBatch, chunks, pack, select
 from tunesmith.batch.rollout import Completion, Group
 from tunesmith.schema.records import Prompt
 
@@ -40,7 +40,7 @@ def test_selected_rows_are_trimmed_to_their_own_longest() -> None:
 def test_ppo_batch_selects_the_same_rows_of_every_tensor() -> None:
     sequences = pack(GROUPS, pad_id=0)
     numbers_BT = torch.arange(16.0).reshape(4, 4)
-    batch = PPOBatch(sequences, *(numbers_BT + k for k in range(5)))
+    batch = PolicyBatch(sequences, *(numbers_BT + k for k in range(5)))
     part = batch.select([2, 0])
     assert part.old_logp_BT.tolist() == [[8.0, 9.0, 10.0], [0.0, 1.0, 2.0]]
     assert part.return_BT.tolist() == [[12.0, 13.0, 14.0], [4.0, 5.0, 6.0]]

@@ -149,7 +149,7 @@ def test_figures_are_means_of_a_step_and_add_up(run_dir: Path):
 
 def test_pythons_stacks_are_those_of_the_trainer(run_dir: Path):
     text = (run_dir / "profile" / "stacks.txt").read_text()
-    assert "trainers/grpo.py:GRPO.step" in text
+    assert "trainers/policy_step.py:PolicyStep.step" in text
     assert all(line.rpartition(" ")[2].isdecimal() for line in text.splitlines())
 
 

@@ -115,7 +115,7 @@ def test_whitened_rewards_have_variance_one_and_keep_their_mean(tmp_path: Path) 
         options = {"whiten_rewards": whiten, "gamma": 1.0, "lam": 1.0, "kl": {"coef": 0.1}}
         state, batches = Started(ppo_recipe(tmp_path, ppo=options), prompts=PROMPTS, rewards=[low_ids]), []
         update = state.learner.update
-        state.learner.update = lambda batch, index: batches.append(batch) or update(batch, index)
+        state.learner.update = lambda batch, *rest: batches.append(batch) or update(batch, *rest)
         state.step(state.data.train, 0)
         (batch,) = batches
         return_BT = torch.nn.functional.pad(batch.return_BT.double(), (0, 1))

@@ -6,7 +6,7 @@ import torch
 from tunesmith.batch.pack import PolicyBatch, Sequences
 from tunesmith.config.algorithms.grpo import GRPOSection
 from tunesmith.trainers.passes import micro_batches
-from tunesmith.trainers.rollouts import minibatches, update_size
+from tunesmith.trainers.policy_step import minibatches, update_size
 
 
 def rollout(num_rows: int) -> PolicyBatch:

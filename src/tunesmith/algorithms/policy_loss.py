@@ -145,12 +145,15 @@ def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]
         clip:  -min(min(r, dual_clip) A, clip(r, 1 - clip_low, 1 + clip_high) A)
         cispo: -sg(min(r, 1 + clip_high)) A logp
         sapo:  -4 / t sigmoid(t (r - 1)) A,  t = temperature_positive where A > 0, else temperature_negative
+        log_prob: -A logp
 
     `clip` is equation 7 of Schulman et al. 2017 (arXiv 1707.06347), with two clip bounds as in DAPO (arXiv 2503.14476);
     `dual_clip` matters where A is negative (Ye et al. 2020, arXiv 1912.09729). `cispo` is the loss of MiniMax-M1 (arXiv
     2506.13585) without a lower bound. `sapo` is that of Gao et al. 2025 (arXiv 2511.20347): at ratio 1 its gradient is
-    that of `clip`, and it fades on both sides instead of ending. Log-probs are not clamped: a ratio beyond the range of
-    floats gives a non-finite gradient, which the optimizer refuses and reports.
+    that of `clip`, and it fades on both sides instead of ending. `log_prob` is REINFORCE (Williams 1992), and with
+    advantages of a group GPG (Chu et al. 2025, arXiv 2504.02546); with advantage 1 it is the loss of SFT. Log-probs are
+    not clamped: a ratio beyond the range of floats gives a gradient that is not finite, which the optimizer refuses and
+    reports.
     """
     mask_BT = tokens.mask_BT.bool()
     low, high, dual = 1 - terms.clip_low, 1 + terms.clip_high, terms.dual_clip
@@ -159,6 +162,8 @@ def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]
     ratio_BT = importance_ratio(tokens.logp_BT, tokens.old_logp_BT, mask_BT, terms.level)
     if terms.surrogate == "cispo":
         return -ratio_BT.detach().clamp(max=high) * advantage_BT * kept(tokens.logp_BT, mask_BT), ratio_BT
+    if terms.surrogate == "log_prob":
+        return -advantage_BT * kept(tokens.logp_BT, mask_BT), ratio_BT
     if terms.surrogate == "sapo":
         positive, negative = ratio_BT.new_tensor((terms.temperature_positive, terms.temperature_negative))
         t_BT = torch.where(advantage_BT > 0, positive, negative)
@@ -185,7 +190,7 @@ def importance_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor, leve
 def _statistics(tokens: PolicyTokens, terms: PolicyTerms, loss_BT: Tensor, ratio_BT: Tensor) -> PolicyStats:
     mask_BT = tokens.mask_BT.bool()
     low = 1 - terms.clip_low if terms.surrogate == "clip" else 0.0
-    high = math.inf if terms.surrogate == "sapo" else 1 + terms.clip_high
+    high = 1 + terms.clip_high if terms.surrogate in ("clip", "cispo") else math.inf
     dual = math.inf if terms.dual_clip is None else terms.dual_clip
     ratio_BT, advantage_BT = ratio_BT.detach(), kept(tokens.advantage_BT.detach(), mask_BT)
     log_ratio_BT = kept(tokens.logp_BT.detach(), mask_BT) - kept(tokens.old_logp_BT.detach(), mask_BT)

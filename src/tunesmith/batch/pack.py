@@ -52,30 +52,20 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyScores:
-    """Scores of each completion token by a policy and its critic, all `[B, T]` float32, zeros in the padding.
-
-    `logp_BT` and `entropy_BT` in nats; `value_BT` is the value of the state before the token was drawn.
-    """
-
-    logp_BT: torch.Tensor
-    entropy_BT: torch.Tensor
-    value_BT: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class PolicyBatch:
     """A scored rollout: sequences, and one number per completion token for everything that the losses need.
 
     `old_logp_BT` is of the policy that drew the tokens: what the engine recorded if that is exact, or if the rollout is
     used for a single update, which does not need it; else from a pass of its own. `reference_logp_BT` is None without
-    a reference.
+    a reference. With a critic there are its values, and the returns that they are fitted to.
     """
 
     sequences: Sequences
     old_logp_BT: torch.Tensor
     reference_logp_BT: torch.Tensor | None
     advantage_BT: torch.Tensor
+    old_value_BT: torch.Tensor | None = None
+    return_BT: torch.Tensor | None = None
 
     def select(self, index_B: Sequence[int]) -> Self:
         """The rows `index_B`, trimmed to their own longest sequence and completion."""
@@ -84,14 +74,6 @@ class PolicyBatch:
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sequences"}
         chosen = {name: None if x_BT is None else x_BT[rows, :width] for name, x_BT in tensors.items()}
         return replace(self, sequences=sequences, **chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class PPOBatch(PolicyBatch):
-    """A scored rollout with the values of the critic and the returns that they are fitted to."""
-
-    old_value_BT: torch.Tensor
-    return_BT: torch.Tensor
 
 
 def pack(

@@ -9,7 +9,7 @@ from tunesmith.config.sections import NonNegative, Positive, PositiveInt, Sectio
 Estimator = Literal["k1", "k2", "k3"]
 """Estimator of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""
 
-Surrogate = Literal["clip", "cispo", "sapo"]
+Surrogate = Literal["clip", "cispo", "sapo", "log_prob"]
 Level = Literal["token", "sequence", "product"]
 """Importance ratio per token; per completion, as the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
 2507.18071, equation 7); or per completion, as their product."""
@@ -43,19 +43,30 @@ class KLSection(Section):
         return self
 
 
-class PolicyLossSection(Section):
+class UpdateSection(Section):
+    """How often each rollout is learnt, and in which parts."""
+
+    num_epochs: PositiveInt = 1
+    """Passes over each rollout."""
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps in each pass."""
+    micro_batch_size: PositiveInt = 16
+    """Sequences in one forward and backward pass; gradients are accumulated."""
+
+
+class PolicyLossSection(UpdateSection):
     """Policy loss and updates, shared by PPO and GRPO."""
 
     surrogate: Surrogate = "clip"
-    """PPO's clipped ratio; CISPO: the log-prob weighted by a detached ratio of at most 1 + clip_high; or SAPO: a
-    sigmoid of the ratio, which closes softly."""
+    """PPO's clipped ratio; CISPO: the log-prob weighted by a detached ratio of at most 1 + clip_high; SAPO: a sigmoid
+    of the ratio, which closes softly; or the log-prob alone (REINFORCE, GPG)."""
     importance_sampling_level: Level = "token"
     """Ratio of new to old policy: of each token; of a completion, as the geometric mean of its tokens (GSPO, arXiv
     2507.18071, equation 7) or their product (RLOO)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The ratio is clipped below 1 - clip_low; for surrogate clip."""
     clip_high: Positive = 0.2
-    """The ratio is clipped above 1 + clip_high; DAPO has 0.28. Not for sapo."""
+    """The ratio is clipped above 1 + clip_high; DAPO has 0.28. For surrogates clip and cispo."""
     temperature_positive: Positive = 1.0
     """Steepness of SAPO's sigmoid for tokens of positive advantage."""
     temperature_negative: Positive = 1.05
@@ -67,12 +78,8 @@ class PolicyLossSection(Section):
     completions x max_new_tokens; or mean over micro-batches of means over tokens."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus, a mean over tokens."""
-    num_epochs: PositiveInt = 1
-    """Passes over each rollout."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps in each pass."""
-    micro_batch_size: PositiveInt = 16
-    """Sequences in one forward and backward pass; gradients are accumulated."""
+    target_kl: Positive | None = None
+    """Stop the updates of a rollout once the KL per token to its own policy exceeds this; null is off."""
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> "PolicyLossSection":

@@ -182,10 +182,13 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
             is_(f"{section}.surrogate", "cispo"),
             "{section}.surrogate is cispo, whose weight has no lower bound; set clip, or leave this out",
         ),
-        Rule(
-            f"{section}.clip_low {section}.clip_high",
-            is_(f"{section}.surrogate", "sapo"),
-            "{section}.surrogate is sapo, which does not clip; set clip, or leave this out",
+        *(
+            Rule(
+                f"{section}.clip_low {section}.clip_high",
+                is_(f"{section}.surrogate", surrogate),
+                f"{{section}}.surrogate is {surrogate}, which does not clip; set clip, or leave this out",
+            )
+            for surrogate in ("sapo", "log_prob")
         ),
         Rule(
             f"{section}.temperature_positive {section}.temperature_negative",
@@ -198,6 +201,7 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
             ONE_UPDATE,
             warns=True,
         ),
+        Rule(f"{section}.target_kl", is_updated_once(section), ONE_UPDATE.replace("the ratio to", "the KL to")),
     )
 
 

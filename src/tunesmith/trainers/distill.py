@@ -35,6 +35,7 @@ from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, passes, rollouts, setup
 from tunesmith.trainers.api import Counter, Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, policy_estimate
+from tunesmith.trainers.policy_step import minibatch_rows
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
 
@@ -88,7 +89,7 @@ class Distill(PolicyParts):
         stats: list[DivergenceStats] = []
         reports: list[StepReport] = []
         seed = derive(self.cfg.run.seed, "minibatches", index)
-        for rows in rollouts.minibatch_rows(len(sequences.lengths_B), cfg, seed):
+        for rows in minibatch_rows(len(sequences.lengths_B), cfg, seed):
             minibatch = select(sequences, rows)
             micros = passes.micro_batches(minibatch, cfg.micro_batch_size)
             loss_of = partial(self.micro_batch_loss, num_tokens=minibatch.num_tokens)

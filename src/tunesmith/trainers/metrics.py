@@ -147,9 +147,14 @@ class UpdateStats:
         self._value += [micro.value for micro in micros if micro.value is not None]
         self.reports.append(report)
 
-    def last_minibatch_kl(self) -> float:
-        """KL of the last minibatch to the policy that drew its tokens, in nats per token."""
-        return merged(self._minibatch).metrics()["policy/approxkl_avg"]
+    def is_beyond(self, target_kl: float | None) -> bool:
+        """True, and noted, if the last minibatch's KL to the policy that drew its tokens, in nats per token, exceeds
+        the target.
+        """
+        self.stopped_early = (
+            target_kl is not None and merged(self._minibatch).metrics()["policy/approxkl_avg"] > target_kl
+        )
+        return self.stopped_early
 
     def metrics(self) -> Metrics:
         """Means over all tokens of all updates, and the optimizer's metrics."""

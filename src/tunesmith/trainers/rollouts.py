@@ -3,7 +3,7 @@
 Shape legend: B sequences, T completion tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,24 +12,19 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import nn
 
-from tunesmith.algorithms import kl, policy_loss
-from tunesmith.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
-from tunesmith.batch.pack import PolicyBatch, Sequences, chunks
+from tunesmith.algorithms import kl
+from tunesmith.batch.pack import PolicyBatch
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.algorithms.grpo import GRPOSection
-from tunesmith.config.algorithms.ppo import PPOSection
 from tunesmith.config.policy_sections import KLSection
 from tunesmith.config.recipe import PolicyRecipe
-from tunesmith.config.sections import EvaluationSection, ImportanceSection, RolloutSection
+from tunesmith.config.sections import EvaluationSection, RolloutSection
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span
 from tunesmith.data import sets
 from tunesmith.evaluation import accuracy
-from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import freeze_lower_layers, room_for_prompts
@@ -39,10 +34,10 @@ from tunesmith.rewards.outcome import TrainerState
 from tunesmith.rewards.scorer import Scorer, Scores
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import engine_for
-from tunesmith.rollout.workers.ahead import Ahead, Arguments, drawn_ahead
+from tunesmith.rollout.workers.ahead import Ahead, Arguments
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, setup
-from tunesmith.trainers.api import Counter, Inputs, Learner, Metrics, PolicyWithKL
+from tunesmith.trainers.api import Inputs, Learner, Metrics
 from tunesmith.trainers.estimate import Estimate, policy_estimate
 from tunesmith.trainers.restart import fingerprint_of_file, fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
@@ -50,20 +45,6 @@ from tunesmith.trainers.session import Session
 _log = get_logger(__name__)
 
 BatchT = TypeVar("BatchT", bound=PolicyBatch)
-
-
-class UpdateSection(Protocol):
-    """A section with the number of passes over a rollout, and of optimizer steps in each."""
-
-    @property
-    def num_epochs(self) -> int:
-        """Passes over a rollout."""
-        ...
-
-    @property
-    def num_minibatches(self) -> int:
-        """Optimizer steps in each pass."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +90,6 @@ class Rollouts:
             return {"eval/reward": self.scorer.score(self.engine.generate(prompts, 1, sampling)).metrics()["reward"]}
 
 
-class DrawingPolicy(PolicyWithKL):
-    """As `PolicyWithKL`, with the field `rollouts`."""
-
-    rollouts: Rollouts
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that draws."""
-        return self.rollouts.engine
-
-    @property
-    def counters(self) -> Mapping[str, Counter]:
-        """The controller of the KL coefficient, and the completions that were drawn ahead."""
-        return {**super().counters, **drawn_ahead(self.rollouts.engine)}
-
-
 def sampling_params(cfg: RolloutSection, seed: int) -> SamplingParams:
     """Sampling parameters of a recipe's section."""
     return SamplingParams(
@@ -149,82 +114,6 @@ def further_prompts(pool: Sequence[Prompt], used: Sequence[Prompt], seed: int, i
     ids = {prompt.id for prompt in used}
     order = permutation(derive(seed, "further prompts", index), 0, len(pool))
     return (pool[i] for i in order if pool[i].id not in ids)
-
-
-def minibatches(batch: BatchT, section: UpdateSection, seed: int) -> Iterator[BatchT]:
-    """Minibatches of every epoch over the rollout."""
-    for rows in minibatch_rows(len(batch.sequences.lengths_B), section, seed):
-        yield batch.select(rows)
-
-
-def minibatch_rows(num_rows: int, section: UpdateSection, seed: int) -> Iterator[list[int]]:
-    """Row numbers of each minibatch of every epoch, a pure function of `seed` and epoch.
-
-    Rows keep the order of the rollout, so that those of one prompt are together and the prompt is computed once.
-    """
-    size = -(-num_rows // section.num_minibatches)
-    for epoch in range(section.num_epochs):
-        for rows in chunks(permutation(seed, epoch, num_rows), size):
-            yield sorted(rows)
-
-
-def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None) -> UpdateSize:
-    """Size of a minibatch: the global denominators of its losses, because every rank knows all of it.
-
-    `num_drawn` is the number of completions to count where some of those that were drawn are not in the minibatch.
-    """
-    num_rows = len(sequences.lengths_B)
-    return UpdateSize(
-        num_tokens=sequences.num_tokens,
-        num_sequences=num_rows if num_drawn is None else num_drawn,
-        num_micro_batches=-(-num_rows // micro_batch_size),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """The loss, a scalar with gradients; statistics of its surrogate; importance weights."""
-
-    loss: torch.Tensor
-    stats: PolicyStats
-    correction: Correction
-
-
-def objective(
-    section: PPOSection | GRPOSection,
-    importance_section: ImportanceSection,
-    micro: PolicyBatch,
-    new: Any,
-    *,
-    kl_coef: float,
-    denominator: Denominator,
-    num_tokens: float,
-    on_policy: bool = False,
-) -> PolicyLoss:
-    """The policy's loss of one micro-batch: surrogate, entropy bonus, and KL to the reference if its place is the loss.
-
-    `new` has the policy's `logp_BT` and `entropy_BT`, with gradients. Sums are divided by `denominator` and
-    `num_tokens`, which count all micro-batches and ranks. `on_policy` says that this is the only update of the step:
-    then the old log-probs are those of `new`. The engine may have drawn from a distribution other than the old
-    policy's, or from older weights; `importance_section` says how that is corrected.
-    """
-    kl_coef = kl_coef if section.kl.place == "loss" else 0.0
-    old_logp_BT = new.logp_BT.detach() if on_policy else micro.old_logp_BT
-    mask_BT = micro.sequences.mask_BT
-    correction = policy_loss.importance_correction(
-        old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, importance_section
-    )
-    tokens = PolicyTokens(
-        new.logp_BT,
-        old_logp_BT,
-        micro.advantage_BT * correction.weight_BT,
-        mask_BT,
-        micro.reference_logp_BT if kl_coef > 0 else None,
-        new.entropy_BT if section.entropy_coef > 0 else None,
-    )
-    terms = policy_loss.terms_of(section, section.kl, kl_coef)
-    loss, stats = policy_loss.policy_loss(tokens, terms, denominator, num_tokens)
-    return PolicyLoss(loss, stats, correction)
 
 
 class PolicyLearner(Learner, Protocol):

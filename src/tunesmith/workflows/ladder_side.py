@@ -21,15 +21,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tunesmith.batch.pack import PolicyBatch, PPOBatch, pack
+from tunesmith.batch.pack import PolicyBatch, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.core.errors import TrainingError, TunesmithError
 from tunesmith.core.trace import trace
 from tunesmith.profiling.meter import metering, usable_cpu
 from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
-from tunesmith.trainers import passes, rollouts, setup
+from tunesmith.trainers import passes, setup
 from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.policy_step import update_size
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.run import run, task_of
 
@@ -143,7 +144,7 @@ class Side:
     def _update(self, batch: Any) -> float:
         """An update by all of `batch`, in the recipe's micro-batches; its loss."""
         size, losses = self._section.micro_batch_size, []
-        whole = rollouts.update_size(batch.sequences, size)
+        whole = update_size(batch.sequences, size)
 
         def loss_of(micro: Any) -> tuple[torch.Tensor, None]:
             loss, _ = self._learner.micro_batch_loss(micro, whole, is_first=False)
@@ -191,7 +192,7 @@ def _batch(lesson: Lesson, *, with_values: bool) -> PolicyBatch:
     if not with_values:
         return PolicyBatch(sequences, old_BT, reference_BT, advantage_BT)
     value_BT, return_BT = (0.1 * noise(shape) * sequences.mask_BT for _ in range(2))
-    return PPOBatch(sequences, old_BT, reference_BT, advantage_BT, value_BT, return_BT)
+    return PolicyBatch(sequences, old_BT, reference_BT, advantage_BT, value_BT, return_BT)
 
 
 class Worker(AbstractContextManager["Worker"]):

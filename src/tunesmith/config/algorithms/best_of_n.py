@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from tunesmith.config.policy_sections import KLSection
+from tunesmith.config.policy_sections import KLSection, UpdateSection
 from tunesmith.config.recipe import PolicyRecipe
-from tunesmith.config.rules import ACCURACY, NO_HEAD, Rule, always, kl_rules, no_kl_alarm
-from tunesmith.config.sections import EvaluationSection, GRPORolloutSection, NonNegative, PositiveInt, Section
+from tunesmith.config.rules import ACCURACY, NO_HEAD, ONE_UPDATE, Rule, always, is_updated_once, kl_rules, no_kl_alarm
+from tunesmith.config.sections import EvaluationSection, GRPORolloutSection, NonNegative, Positive, PositiveInt
 from tunesmith.config.spec import Passes, Spec
 
 
@@ -20,17 +20,13 @@ class BestOfNKLSection(KLSection):
     coef: NonNegative = 0.0
 
 
-class BestOfNSection(Section):
+class BestOfNSection(UpdateSection):
     """Best-of-n: learn the best of n completions as SFT does (RAFT, Dong et al. 2023)."""
 
     keep: PositiveInt = 1
     """Completions to keep of each prompt, those with the highest reward."""
-    num_epochs: PositiveInt = 1
-    """Passes over the kept completions."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps in each pass."""
-    micro_batch_size: PositiveInt = 16
-    """Sequences in one forward and backward pass; gradients are accumulated."""
+    target_kl: Positive | None = None
+    """Stop the updates of a rollout once the KL per token to its own policy exceeds this; null is off."""
     kl: BestOfNKLSection = BestOfNKLSection()
 
 
@@ -72,6 +68,11 @@ SPEC = Spec(
             always,
             "best-of-n learns the kept completions as SFT does, without the log-probs that they were drawn with; leave "
             "this out",
+        ),
+        Rule(
+            "best_of_n.target_kl",
+            is_updated_once("best_of_n"),
+            ONE_UPDATE.replace("the ratio to", "the KL to").replace("{section}", "best_of_n"),
         ),
         no_kl_alarm("best_of_n"),
         ACCURACY,

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from tunesmith.config.policy_sections import UpdateSection
 from tunesmith.config.recipe import SamplingRecipe
 from tunesmith.config.rules import NO_HEAD, Rule, always, is_not
-from tunesmith.config.sections import Positive, PositiveInt, Section
+from tunesmith.config.sections import Positive, Section
 from tunesmith.config.spec import Passes, Spec
 
 
@@ -24,7 +25,7 @@ class TeacherSource(Section):
     """Weight of its divergence relative to those of the other teachers."""
 
 
-class DistillSection(Section):
+class DistillSection(UpdateSection):
     """On-policy distillation: learn the teachers' distributions of the student's own tokens (Agarwal et al. 2024)."""
 
     teachers: Annotated[tuple[TeacherSource, ...], Field(min_length=1)] = (TeacherSource(model="smollm2"),)
@@ -36,12 +37,6 @@ class DistillSection(Section):
     """Weight of the teacher in the mixture of `jensen_shannon`."""
     temperature: Positive = 1.0
     """Temperature of the distributions that are compared; that of the samples is rollout.temperature."""
-    num_epochs: PositiveInt = 1
-    """Passes over the completions of a step."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps in each pass."""
-    micro_batch_size: PositiveInt = 16
-    """Sequences in one forward and backward pass; gradients are accumulated."""
 
 
 class DistillRecipe(SamplingRecipe):

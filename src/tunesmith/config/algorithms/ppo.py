@@ -32,8 +32,6 @@ class PPOSection(PolicyLossSection):
     """Normalize advantages to mean 0 and variance 1 over the rollout."""
     whiten_rewards: bool = False
     """Scale rewards to variance 1 over the rollout, keeping their mean."""
-    target_kl: Positive | None = None
-    """Stop the updates of a rollout once the KL per token to its own policy exceeds this; null is off."""
     critic: Literal["shared", "separate", "none"] = "shared"
     """Value head on the policy's trunk, a separate model, or none: advantages are then the returns (REINFORCE++)."""
     critic_process: bool = False
@@ -76,7 +74,7 @@ PPO_RULES: tuple[Rule, ...] = (
         is_("ppo.critic", "none"),
         "ppo.critic is none, so there are no values; set shared or separate, or leave this out",
     ),
-    Rule("ppo.value_clip ppo.target_kl", is_updated_once("ppo"), ONE_UPDATE.replace("the ratio to", "the KL to")),
+    Rule("ppo.value_clip", is_updated_once("ppo"), ONE_UPDATE.replace("the ratio to", "the KL to")),
 )
 
 

@@ -178,7 +178,7 @@ class PPOTrainer(Trainer):
         )
         rollouts = Rollouts(engine, scorer, drawing, args.seed, num_steps)
         controller = kl.Controller(args.kl_coef)
-        return PPO(section, rollouts, policy, reference, optimizer, controller, tokenizer, None, critic)
+        return PPO(section, rollouts, policy, reference, optimizer, controller, tokenizer, critic=critic)
 
     def train(self) -> None:  # type: ignore[override]
         """Train for `num_total_batches` batches. Metrics are logged after each, under TRL's names.

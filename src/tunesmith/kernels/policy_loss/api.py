@@ -19,11 +19,11 @@ def fused_policy_loss(
     """(surrogate plus KL term over `denominator`, sums_S in the order of `PolicyStats`); None if Triton cannot run.
 
     A float32 scalar with a gradient to `logp_BT`, and detached float64 sums. One kernel replaces some sixty launches:
-    it writes the gradient too, which the backward pass only scales. Only ratios per token are fused, and not SAPO.
+    it writes the gradient too, which the backward pass only scales. Fused are `clip` and `cispo` of ratios per token.
     """
     floats = (tokens.logp_BT, tokens.old_logp_BT, tokens.advantage_BT, tokens.reference_logp_BT)
     wide = [tensor for tensor in floats if tensor is not None and tensor.dtype == torch.float64]
-    if terms.level != "token" or terms.surrogate == "sapo":
+    if terms.level != "token" or terms.surrogate not in ("clip", "cispo"):
         return None
     if kernels.picked("policy_loss", (*wide, tokens.logp_BT)[0]) != "triton":
         return None

@@ -1,0 +1,278 @@
+"""One training step of the algorithms that draw completions and learn from their rewards: PPO, GRPO, best-of-n.
+
+`PolicyStep.step` is the whole step, in the order in which things happen. An algorithm is a subclass that says which
+completions are learnt and with which advantage (`credit`), and which metrics it has of its own (`figures`); PPO also
+has a critic, which gives each token its own advantage (`batch_of`). Shape legend: P prompts, G completions per
+prompt, B sequences (the completions that are learnt), T completion tokens.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import torch
+
+from tunesmith.algorithms import policy_loss
+from tunesmith.algorithms.kl import Controller
+from tunesmith.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
+from tunesmith.algorithms.value_loss import ValueStats
+from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack
+from tunesmith.batch.rollout import Group
+from tunesmith.config.policy_sections import UpdateSection
+from tunesmith.config.recipe import PolicyRecipe
+from tunesmith.core.seeds import derive, permutation
+from tunesmith.core.trace import span
+from tunesmith.kernels.policy_loss.records import PolicyTokens
+from tunesmith.models.division import divide
+from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.loaded import PreTrainedTokenizerBase
+from tunesmith.models.logprob import TokenScores
+from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.rewards.scorer import Scores
+from tunesmith.rollout.engine import Engine
+from tunesmith.rollout.workers.ahead import drawn_ahead
+from tunesmith.schema.records import Prompt
+from tunesmith.trainers import metrics, passes, setup
+from tunesmith.trainers.api import Counter, Metrics, PolicyWithKL, StepResult
+from tunesmith.trainers.rollouts import PolicyTask, Rollouts
+
+BatchT = TypeVar("BatchT", bound=PolicyBatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What a step learns: which completions, `learnt_PG`, and the advantage (in PPO: the reward) of each, `[P, G]`.
+
+    `figures` are metrics of the choice.
+    """
+
+    learnt_PG: torch.Tensor
+    advantage_PG: torch.Tensor
+    figures: Metrics = field(default_factory=Metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Loss of a micro-batch, a scalar with gradients, and statistics: of the policy's surrogate, of the weights that
+    correct for the distribution that was drawn from, and of the critic.
+    """
+
+    loss: torch.Tensor
+    policy: PolicyStats
+    correction: Correction | None = None
+    value: ValueStats | None = None
+
+
+@dataclass(slots=True)
+class PolicyStep(PolicyWithKL):
+    """The learner: `step` changes the policy, the optimizer and the KL controller.
+
+    `pool` holds the prompts that a step may draw further ones from.
+    """
+
+    cfg: Any
+    rollouts: Rollouts
+    policy: LanguageModel
+    reference: LanguageModel | None
+    optimizer: MasterAdamW
+    kl: Controller
+    tokenizer: PreTrainedTokenizerBase
+    pool: Sequence[Prompt] = ()
+
+    @classmethod
+    def build(cls, task: PolicyTask, cfg: PolicyRecipe) -> Self:
+        """The learner before its first step."""
+        policy, reference, controller = task.policy_and_reference(cfg.section.kl)
+        divide(policy, reference, draws=True)
+        optimizer = task.optimizer(policy.module, policy.kernels)
+        drawing = task.rollouts(policy, optimizer)
+        tokenizer, pool = task.loaded.tokenizer, task.data.train
+        return cls(cfg.section, drawing, policy, reference, optimizer, controller, tokenizer, pool)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that draws."""
+        return self.rollouts.engine
+
+    @property
+    def counters(self) -> Mapping[str, Counter]:
+        """The controller of the KL coefficient, and the completions that were drawn ahead."""
+        return {"kl": self.kl, **drawn_ahead(self.rollouts.engine)}
+
+    @property
+    def is_on_policy(self) -> bool:
+        """True if a rollout is used for a single update, whose own pass gives the log-probs of the old policy."""
+        return bool(self.cfg.num_epochs * self.cfg.num_minibatches == 1)
+
+    @property
+    def needs_old_pass(self) -> bool:
+        """True if the old policy's log-probs are needed, and the engine did not record them exactly."""
+        return not (self.is_on_policy or self.rollouts.is_exact)
+
+    def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
+        """Step `index` (from 0): draw, score, decide what is learnt, update the policy, adapt the KL coefficient."""
+        size, temperature = self.cfg.micro_batch_size, self.rollouts.cfg.temperature
+        groups, scores = self.draw(prompts, index)
+        rows_of = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
+        reference_logp_BT, kl_PG = self.kl_in_reward(groups)
+        with span("advantages"):
+            credit = self.credit(groups, scores, kl_PG)
+            rows = torch.nonzero(credit.learnt_PG.flatten()).flatten().tolist()
+        with span("metrics"):
+            figures = {**scores.metrics(), **credit.figures, **metrics.completion_metrics(groups, rows)}
+            figures["num_tokens"] = float(sum(len(one.token_ids) for group in groups for one in group.completions))
+        if not rows:  # nothing to be learnt: in no group do the rewards differ, or all of them failed
+            return StepResult({**figures, "updates": 0.0, "refused_steps": 0.0}, None, *rows_of)
+
+        with span("pack"):
+            sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
+            advantage_B = credit.advantage_PG.flatten()[rows].to(sequences.mask_BT.device)
+        sequences = passes.with_frozen_states(self.policy, sequences, size)
+        old = self.old_scores(sequences)
+        if reference_logp_BT is not None:  # computed for all completions, because it is in their rewards
+            reference_logp_BT = reference_logp_BT[rows, : sequences.mask_BT.shape[1]]
+        elif self.reference is not None:
+            with span("reference"):
+                reference_logp_BT = passes.logps(self.reference, sequences, temperature, size)
+        with span("advantages"):
+            batch = self.batch_of(sequences, old, reference_logp_BT, advantage_B)
+
+        with span("update"):
+            num_wanted = len(prompts) * scores.valid_PG.shape[1]  # means count completions that were left out too
+            stats = self.update(batch, index, min(num_wanted, int(scores.valid_PG.sum())) / len(rows))
+        with span("metrics"):
+            figures |= {**stats.metrics(), **self.figures(scores, batch, stats)}
+            if "objective/kl" in figures:
+                self.kl.update(figures["objective/kl"], len(rows))
+            figures["objective/kl_coef"] = self.kl.value
+        return StepResult(figures, metrics.worst_report(stats.reports), *rows_of)
+
+    def update(self, batch: PolicyBatch, index: int, drawn_per_row: float = 1.0) -> metrics.UpdateStats:
+        """Optimizer steps on the minibatches of each epoch over `batch`, until the KL exceeds its target, if any; in
+        means a row counts as `drawn_per_row`.
+        """
+        cfg, stats = self.cfg, metrics.UpdateStats()
+        for minibatch in minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
+            num_drawn = drawn_per_row * len(minibatch.sequences.lengths_B)
+            size = update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn)  # global denominators
+            loss_of = partial(self.micro_batch_loss, size=size, is_first=not stats.reports)
+            stats.add(*passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of))
+            if stats.is_beyond(cfg.target_kl):
+                break
+        return stats
+
+    def micro_batch_loss(
+        self, micro: PolicyBatch, size: UpdateSize, *, is_first: bool
+    ) -> tuple[torch.Tensor, metrics.MicroStats]:
+        """The loss of one micro-batch, a scalar, with its statistics; `is_first`: of the step's first update."""
+        new = self.forward(micro.sequences)
+        found = self.loss(micro, new, size)
+        seen = (micro.sequences, new.logp_BT, new.entropy_BT, found.correction, micro.reference_logp_BT)
+        first = metrics.FirstPass.of_batch(*seen) if is_first else None
+        return found.loss, metrics.MicroStats(found.policy, found.value, first)
+
+    # An algorithm has its own `credit` and `figures`, and some have others in place of those below.
+
+    def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
+        """Which completions are learnt; `kl_PG` is their KL to the reference, if that is part of their reward."""
+        raise NotImplementedError
+
+    def figures(self, scores: Scores, batch: PolicyBatch, stats: metrics.UpdateStats) -> Metrics:
+        """Metrics of a finished step: `objective/kl`, in nats per completion, where there is a reference."""
+        raise NotImplementedError
+
+    def draw(self, prompts: Sequence[Prompt], index: int) -> tuple[list[Group], Scores]:
+        """The groups of step `index` and their scores."""
+        return self.rollouts.draw(prompts, "rollout", index)
+
+    def kl_in_reward(self, groups: Sequence[Group]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(Log-probs of all completions under the reference, `[P * G, T]`; their KL, `[P, G]`) if the KL is part of the
+        reward of a completion, else nothing.
+        """
+        cfg = self.cfg
+        if self.reference is None or cfg.kl.place != "reward":
+            return None, None
+        return passes.sequence_kl(
+            self.reference, groups, cfg.kl, self.rollouts.cfg.temperature, cfg.micro_batch_size, self.uploader
+        )
+
+    def old_scores(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(Log-probs of the tokens under the policy that drew them; values, if there are any), `[B, T]`, no gradient.
+
+        Without a pass of their own the log-probs are those that the engine recorded.
+        """
+        if not self.needs_old_pass:
+            return sequences.raw_logp_BT, None
+        with span("old_policy"):
+            temperature = self.rollouts.cfg.temperature
+            return passes.logps(self.policy, sequences, temperature, self.cfg.micro_batch_size), None
+
+    def batch_of(
+        self,
+        sequences: Sequences,
+        old: tuple[torch.Tensor, torch.Tensor | None],
+        reference_logp_BT: torch.Tensor | None,
+        advantage_B: torch.Tensor,
+    ) -> PolicyBatch:
+        """The batch of the update: here each token has the advantage of its completion."""
+        return PolicyBatch(sequences, old[0], reference_logp_BT, advantage_B[:, None] * sequences.mask_BT)
+
+    def forward(self, sequences: Sequences) -> TokenScores:
+        """Scores of the completion tokens under the current weights, with gradients."""
+        return passes.completion_scores(self.policy, sequences, self.rollouts.cfg.temperature)
+
+    def loss(self, micro: PolicyBatch, new: TokenScores, size: UpdateSize) -> Loss:
+        """The loss of a micro-batch whose tokens have the scores `new`, over the denominators of the whole update:
+        surrogate, entropy bonus, and KL to the reference if its place is the loss.
+
+        The engine may have drawn from a distribution other than the old policy's, or from older weights;
+        `rollout.importance` says how that is corrected.
+        """
+        section, drawing, mask_BT = self.cfg, self.rollouts.cfg, micro.sequences.mask_BT
+        kl_coef = self.kl.value if section.kl.place == "loss" else 0.0
+        old_logp_BT = new.logp_BT.detach() if self.is_on_policy else micro.old_logp_BT
+        correction = policy_loss.importance_correction(
+            old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, drawing.importance
+        )
+        tokens = PolicyTokens(
+            new.logp_BT,
+            old_logp_BT,
+            micro.advantage_BT * correction.weight_BT,
+            mask_BT,
+            micro.reference_logp_BT if kl_coef > 0 else None,
+            new.entropy_BT if section.entropy_coef > 0 else None,
+        )
+        denominator = policy_loss.loss_denominator(section.loss_normalization, mask_BT, size, drawing.max_new_tokens)
+        terms = policy_loss.terms_of(section, section.kl, kl_coef)
+        return Loss(*policy_loss.policy_loss(tokens, terms, denominator, size.num_tokens), correction)
+
+
+def minibatches(batch: BatchT, section: UpdateSection, seed: int) -> Iterator[BatchT]:
+    """Minibatches of every epoch over the rollout."""
+    for rows in minibatch_rows(len(batch.sequences.lengths_B), section, seed):
+        yield batch.select(rows)
+
+
+def minibatch_rows(num_rows: int, section: UpdateSection, seed: int) -> Iterator[list[int]]:
+    """Row numbers of each minibatch of every epoch, a pure function of `seed` and epoch.
+
+    Rows keep the order of the rollout, so that those of one prompt are together and the prompt is computed once.
+    """
+    size = -(-num_rows // section.num_minibatches)
+    for epoch in range(section.num_epochs):
+        for rows in chunks(permutation(seed, epoch, num_rows), size):
+            yield sorted(rows)
+
+
+def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None) -> UpdateSize:
+    """Size of a minibatch: the global denominators of its losses, because every rank knows all of it.
+
+    `num_drawn` is the number of completions to count where some of those that were drawn are not in the minibatch.
+    """
+    num_rows = len(sequences.lengths_B)
+    return UpdateSize(
+        num_tokens=sequences.num_tokens,
+        num_sequences=num_rows if num_drawn is None else num_drawn,
+        num_micro_batches=-(-num_rows // micro_batch_size),
+    )
