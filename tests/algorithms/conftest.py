@@ -29,6 +29,7 @@ def _trl() -> object:
 def _accelerator() -> SimpleNamespace:
     return SimpleNamespace(
         num_processes=1,
+        pad_across_processes=lambda tensor, **_: tensor,
         gather=lambda tensor: tensor,
         gather_for_metrics=lambda tensor: tensor,
         reduce=lambda tensor, reduction: tensor,
@@ -76,8 +77,10 @@ def trl_grpo_loss() -> GRPOLoss:
             loss_type=options.get("loss_type", "dapo"),
             max_completion_length=options.get("max_completion_length"),
             model=SimpleNamespace(training=True),
-            off_policy_mask_threshold=None,
-            top_entropy_quantile=1.0,
+            off_policy_mask_threshold=options.get("off_policy_mask_threshold"),
+            get_off_policy_mask=trainer_class.get_off_policy_mask,
+            top_entropy_quantile=options.get("top_entropy_quantile", 1.0),
+            get_high_entropy_mask=lambda *given: trainer_class.get_high_entropy_mask(state, *given),
             use_adaptive_entropy=False,
             use_vllm=False,
         )
@@ -94,6 +97,32 @@ def trl_grpo_loss() -> GRPOLoss:
         }
         value = trainer_class._compute_loss(state, None, inputs)
         return value, {name: values[0] for name, values in state._metrics["train"].items()}
+
+    return loss
+
+
+@pytest.fixture(scope="session")
+def trl_gmpo_loss() -> Callable[..., torch.Tensor]:
+    """Loss of `GMPOTrainer._compute_loss`."""
+    _trl()
+    from trl.experimental.gmpo import GMPOTrainer
+
+    def loss(logp_BT, old_logp_BT, advantage_B, mask_BT, clip_low, clip_high):
+        state = SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *_, **__: (logp_BT, torch.zeros_like(logp_BT), None),
+            _metrics={"train": defaultdict(list)},
+            accelerator=_accelerator(),
+            beta=0.0,
+            current_gradient_accumulation_steps=1,
+            epsilon_high=clip_high,
+            epsilon_low=clip_low,
+            model=SimpleNamespace(training=True),
+            top_entropy_quantile=1.0,
+        )
+        ids_BT = torch.zeros(logp_BT.shape, dtype=torch.long)
+        inputs = {"prompt_ids": ids_BT[:, :1], "prompt_mask": ids_BT[:, :1] + 1, "completion_ids": ids_BT}
+        inputs |= {"completion_mask": mask_BT.long(), "advantages": advantage_B, "old_per_token_logps": old_logp_BT}
+        return GMPOTrainer._compute_loss(state, None, inputs)
 
     return loss
 

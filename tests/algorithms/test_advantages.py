@@ -1,5 +1,6 @@
 import math
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -282,6 +283,47 @@ def test_group_advantages_equal_their_twin(seed, num_prompts, num_completions, b
     assert result.varies_P.tolist() == [
         len(set(group[mask].tolist())) > 1 for group, mask in zip(reward_PG, valid_PG, strict=True)
     ]
+
+
+@given(seed=seeds, num_prompts=sizes, num_completions=sizes)
+def test_a_baseline_weighted_by_lengths_equals_its_twin(seed, num_prompts, num_completions):
+    reward_PG, valid_PG = rewards(seed, num_prompts, num_completions)
+    length_PG = torch.randint(1, 9, reward_PG.shape, generator=torch.Generator().manual_seed(seed))
+    options = {"baseline": "length_weighted", "scale": "none", "length_PG": length_PG}
+    found_PG = advantages.group_relative(reward_PG, valid_PG, **options).advantage_PG
+    for p, mask in enumerate(valid_PG.tolist()):
+        known = [(float(r), int(n)) for r, n, ok in zip(reward_PG[p], length_PG[p], mask, strict=True) if ok]
+        is_flat = len({reward for reward, _ in known}) < 2
+        baseline = math.fsum(r * n for r, n in known) / max(1, sum(n for _, n in known))
+        twin = [float(r) - baseline if ok and not is_flat else 0.0 for r, ok in zip(reward_PG[p], mask, strict=True)]
+        assert found_PG[p].tolist() == pytest.approx(twin, abs=1e-9)
+    with pytest.raises(InputError, match="length_PG"):
+        advantages.group_relative(reward_PG, valid_PG, baseline="length_weighted")
+
+
+@given(seed=seeds, num_completions=st.integers(2, 7), num=st.integers(2, 4))
+def test_advantages_of_pass_at_k_are_means_over_all_sets_of_k(seed, num_completions, num):
+    """Every set of k completions is right if one of them is; its advantage is shared by all of its completions."""
+    generator = torch.Generator().manual_seed(seed)
+    reward_PG = (torch.rand(3, num_completions, generator=generator) < 0.4).double()
+    valid_PG = torch.rand(3, num_completions, generator=generator) < 0.8
+    found = advantages.pass_at(num, reward_PG, valid_PG)
+    for p, mask in enumerate(valid_PG.tolist()):
+        known = [g for g, ok in enumerate(mask) if ok]
+        sets = [(one, max(float(reward_PG[p, g]) for g in one)) for one in combinations(known, num)]
+        mean = math.fsum(r for _, r in sets) / len(sets) if sets else 0.0
+        spread = math.sqrt(math.fsum((r - mean) ** 2 for _, r in sets) / len(sets)) if sets else 0.0
+        twin = [0.0] * num_completions
+        for g in known if spread > 0 else ():
+            own = [(r - mean) / spread for one, r in sets if g in one]
+            twin[g] = math.fsum(own) / len(own)
+        assert found.advantage_PG[p].tolist() == pytest.approx(twin, abs=1e-9)
+        assert bool(found.varies_P[p]) == (spread > 0)
+
+
+def test_pass_at_k_needs_rewards_of_zero_and_one():
+    with pytest.raises(InputError, match=r"a reward is 0\.5, but pass_at needs rewards of 0"):
+        advantages.pass_at(2, torch.tensor([[0.0, 0.5, 1.0]]), torch.ones(1, 3, dtype=torch.bool))
 
 
 @given(seed=seeds, num_prompts=sizes, num_completions=sizes)

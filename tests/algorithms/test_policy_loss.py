@@ -47,6 +47,14 @@ def section(clip_low=0.2, clip_high=0.2, **options):
     return PolicyLossSection(clip_low=clip_low, clip_high=clip_high, **options)
 
 
+def dppo_distance(logp, old_logp, kind):
+    """Total variation or KL divergence of the two outcomes "this token" and "another"."""
+    p, old_p = math.exp(logp), math.exp(old_logp)
+    if kind == "dppo_tv":
+        return (abs(p - old_p) + abs((1 - p) - (1 - old_p))) / 2
+    return old_p * math.log(old_p / p) + (1 - old_p) * math.log((1 - old_p) / (1 - p))
+
+
 def token_twin(logp, ratio, advantage, cfg):
     """Loss of one token, its derivatives by the ratio and by `logp` itself, and the side of the clip it lies beyond."""
     low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
@@ -54,6 +62,13 @@ def token_twin(logp, ratio, advantage, cfg):
     if cfg.surrogate == "cispo":
         weight = min(ratio, high)
         return -weight * advantage * logp, 0.0, -weight * advantage, "high" if is_high else ""
+    if cfg.surrogate == "log_prob":
+        return -advantage * logp, 0.0, -advantage, ""
+    if cfg.surrogate in ("dppo_tv", "dppo_kl"):
+        distance = dppo_distance(logp, logp - math.log(ratio), cfg.surrogate)
+        is_high = advantage > 0 and ratio > 1 and distance > cfg.clip_high
+        is_low = advantage < 0 and ratio < 1 and distance > cfg.clip_low
+        return -ratio * advantage, 0.0 if is_high or is_low else -advantage, 0.0, is_high * "high" + is_low * "low"
     if cfg.surrogate == "sapo":
         steepness = cfg.temperature_positive if advantage > 0 else cfg.temperature_negative
         gate = 1 / (1 + math.exp(-steepness * (ratio - 1)))
@@ -78,6 +93,8 @@ def row_twin(row, cfg):
     """Losses, gradients by the log-probs, ratios and sides of the clip of the tokens of one completion."""
     log_ratios = [logp - old_logp for logp, old_logp, _ in row]
     total, count = math.fsum(log_ratios), len(row)
+    if cfg.surrogate == "gmpo":
+        return gmpo_twin(row, log_ratios, cfg)
     if cfg.importance_sampling_level == "token":
         ratios = [math.exp(number) for number in log_ratios]
     else:
@@ -87,6 +104,21 @@ def row_twin(row, cfg):
     is_own = cfg.importance_sampling_level == "token"
     slopes = [(token[1] if is_own else shared) * r + token[2] for token, r in zip(tokens, ratios, strict=True)]
     return [token[0] for token in tokens], slopes, ratios, [token[3] for token in tokens]
+
+
+def gmpo_twin(row, log_ratios, cfg):
+    """`row_twin` of the geometric mean; the sides are those of the single ratios."""
+    bounded, own, sides = [], [], []
+    for (_, _, advantage), number in zip(row, log_ratios, strict=True):
+        is_high = advantage > 0 and number > cfg.clip_high
+        is_low = advantage <= 0 and number < -cfg.clip_low
+        bounded.append(cfg.clip_high if is_high else -cfg.clip_low if is_low else number)
+        own.append(not (is_high or is_low))
+        sides.append("high" if is_high else "low" if is_low else "")
+    mean = math.exp(math.fsum(bounded) / len(row))
+    slope = -math.fsum(mean * advantage for _, _, advantage in row) / len(row)
+    losses = [-mean * advantage for _, _, advantage in row]
+    return losses, [slope * is_own for is_own in own], [math.exp(number) for number in log_ratios], sides
 
 
 def divisors(rows, normalization, max_tokens):
@@ -118,6 +150,7 @@ sections = st.one_of(
         temperature_positive=st.floats(0.3, 3),
         temperature_negative=st.floats(0.3, 3),
     ),
+    st.builds(section, clips, clips, surrogate=st.sampled_from(["log_prob", "dppo_tv", "dppo_kl", "gmpo"])),
 )
 
 
@@ -128,6 +161,8 @@ def whole_step(mask_BT, num_micro_batches=1):
 @given(seed=seeds, cfg=sections, normalization=st.sampled_from(NORMALIZATIONS), max_tokens=st.integers(1, 100))
 def test_every_loss_gradient_and_statistic_equals_the_twin(seed, cfg, normalization, max_tokens):
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, spread=0.8)
+    if cfg.surrogate.startswith("dppo"):  # these need probabilities below 1
+        logp_BT, old_logp_BT = logp_BT.detach().clamp(max=-1e-3).requires_grad_(), old_logp_BT.clamp(max=-1e-3)
     denominator = policy_loss.loss_denominator(normalization, mask_BT, whole_step(mask_BT), max_tokens)
     loss, stats = surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
     (gradient_BT,) = grad(loss, logp_BT)
@@ -171,7 +206,7 @@ def test_loss_passes_gradcheck():
 def test_the_first_pass_has_ratio_one_and_the_gradient_of_the_policy_gradient(seed, cfg):
     logp_BT, _, advantage_BT, mask_BT = batch(seed)
     num_tokens = int(mask_BT.sum())
-    if cfg.importance_sampling_level == "sequence":  # then a token has its completion's mean advantage
+    if cfg.importance_sampling_level == "sequence" or cfg.surrogate == "gmpo":  # a token has its completion's mean
         advantage_BT = advantage_BT[:, :1].expand_as(mask_BT)
     if cfg.importance_sampling_level == "product":  # and here the sum over its completion
         advantage_BT = advantage_BT.masked_fill(torch.arange(5) > 0, 0.0)
@@ -313,6 +348,76 @@ def test_sapo_equals_trl(trl_grpo_loss, seed, level):
     cfg = section(surrogate="sapo", importance_sampling_level=level, **temperatures)
     denominator = policy_loss.loss_denominator("sequence", mask_BT, whole_step(mask_BT), 11)
     ours, _ = surrogate(logp_BT, old_logp_BT, advantage_BT.expand_as(mask_BT), mask_BT, denominator, cfg)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
+    torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gmpo_equals_trl(trl_gmpo_loss, seed):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, 6, 7, dtype=torch.float32, spread=0.8)
+    advantage_BT = advantage_BT[:, :1]
+    theirs = trl_gmpo_loss(logp_BT, old_logp_BT, advantage_BT[:, 0], mask_BT, 0.3, 0.4)
+    denominator = policy_loss.loss_denominator("sequence", mask_BT, whole_step(mask_BT), 11)
+    cfg = section(0.3, 0.4, surrogate="gmpo")
+    ours, stats = surrogate(logp_BT, old_logp_BT, advantage_BT.expand_as(mask_BT), mask_BT, denominator, cfg)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
+    torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
+    assert stats.metrics()["policy/clipfrac_avg"] > 0
+
+
+@pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
+def test_a_probability_that_rounds_to_one_has_a_finite_divergence(kind):
+    logp_BT = torch.tensor([[0.0, -40.0, 0.0]], requires_grad=True)
+    old_logp_BT, ones_BT = torch.tensor([[0.0, 0.0, -40.0]]), torch.ones(1, 3)
+    tokens = PolicyTokens(logp_BT, old_logp_BT, torch.tensor([[1.0, -1.0, 1.0]]), ones_BT.bool())
+    low_BT, high_BT, _ = policy_loss.beyond(tokens, PolicyTerms(kind), (logp_BT - old_logp_BT).exp())
+    assert low_BT.tolist() == [[False, True, False]] and high_BT.tolist() == [[False, False, True]]
+
+
+def learnt(advantage_BT, mask_BT, cfg, **scores):
+    zero_BT = torch.zeros_like(advantage_BT)
+    given = {"logp_BT": zero_BT, "drawn_logp_BT": zero_BT, "entropy_BT": zero_BT, **scores}
+    return policy_loss.learnt_advantages(advantage_BT, mask_BT, cfg, **given)
+
+
+@given(seed=seeds, share=st.floats(0.05, 0.99))
+def test_the_tokens_of_highest_entropy_are_learnt(seed, share):
+    _, _, advantage_BT, mask_BT = batch(seed)
+    entropy_BT = torch.rand(mask_BT.shape, generator=torch.Generator().manual_seed(seed))
+    found_BT = learnt(advantage_BT, mask_BT, section(top_entropy_share=share), entropy_BT=entropy_BT)
+    ranked = sorted(entropy_BT[mask_BT].tolist())
+    place = (1 - share) * (len(ranked) - 1)  # the quantile, interpolated between its neighbours
+    low, high = ranked[math.floor(place)], ranked[math.ceil(place)]
+    least = low + (high - low) * (place - math.floor(place))
+    for entropy, advantage, found in tokens(entropy_BT, advantage_BT, found_BT, mask_BT=mask_BT):
+        if abs(entropy - least) > 1e-6:
+            assert found == (advantage if entropy > least else 0)
+
+
+@given(seed=seeds, limit=st.floats(0.01, 0.5))
+def test_completions_that_fell_off_the_policy_and_were_bad_are_left_out(seed, limit):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed)
+    scores = {"logp_BT": logp_BT, "drawn_logp_BT": old_logp_BT}
+    found_BT = learnt(advantage_BT, mask_BT, section(off_policy_mask=limit), **scores)
+    for b, row in enumerate(rows_of(logp_BT, old_logp_BT, advantage_BT, found_BT, mask_BT=mask_BT)):
+        fallen = math.fsum(old_logp - logp for logp, old_logp, _, _ in row) / len(row)
+        assert [one[3] for one in row] == [a if a >= 0 or fallen <= limit else 0 for _, _, a, _ in row], b
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("options", [{"top_entropy_share": 0.4}, {"off_policy_mask": 0.01}])
+def test_what_is_left_out_equals_trl(trl_grpo_loss, seed, options):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, 6, 7, dtype=torch.float32, spread=0.5)
+    advantage_BT, num_tokens = advantage_BT[:, :1], int(mask_BT.sum())
+    entropy_BT = torch.rand(mask_BT.shape, generator=torch.Generator().manual_seed(seed))
+    trl = {"top_entropy_quantile": options.get("top_entropy_share", 1.0)}
+    trl |= {"off_policy_mask_threshold": options.get("off_policy_mask"), "entropy_BT": entropy_BT}
+    theirs, _ = trl_grpo_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, 0.2, 0.2, **trl)
+    cfg = section(**options)
+    scores = {"logp_BT": logp_BT, "drawn_logp_BT": old_logp_BT, "entropy_BT": entropy_BT}
+    kept_BT = learnt(advantage_BT.expand_as(mask_BT), mask_BT, cfg, **scores)
+    assert ((kept_BT == 0) & mask_BT).any()
+    ours, _ = surrogate(logp_BT, old_logp_BT, kept_BT, mask_BT, num_tokens, cfg)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
 

@@ -15,7 +15,8 @@ from tunesmith.trainers.run import run
 
 PAGE = ROOT / "docs" / "variants.md"
 PROMISED = ("PPO", "dual-clip PPO", "REINFORCE++", "REINFORCE++-baseline", "GRPO", "Dr. GRPO", "RLOO", "DAPO", "GSPO")
-PROMISED += ("CISPO", "BNPO", "GDPO", "SAPO", "MaxRL")
+PROMISED += ("CISPO", "BNPO", "GDPO", "SAPO", "MaxRL", "GPG", "DPPO by total variation", "DPPO by binary KL", "GMPO")
+PROMISED += ("OPO", "GFPO", "pass@k", "IcePop", "off-policy sequence mask", "a fifth of the tokens")
 PROMPTS = ["The film", "A story", "Once more", "They said"]
 SMALL = {
     "model.name": "tiny:llama",
@@ -51,11 +52,18 @@ def test_a_promised_paper_has_an_entry(name: str):
 
 
 @pytest.mark.parametrize("row", rows(), ids=[row.paper for row in rows()])
-def test_the_settings_of_an_entry_load_and_train_two_steps(row: Row, tmp_path: Path):
+def test_the_settings_of_an_entry_load_and_train_two_steps(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     overrides = SMALL | {"run.dir": str(tmp_path)} | parse_overrides(row.trainer, shlex.split(row.flags)).values
-    assert all(key.startswith(f"{row.trainer}.") for key in overrides.keys() - SMALL.keys() - {"run.dir"})
+    known = (f"{row.trainer}.", "rollout.")
+    assert all(key.startswith(known) for key in overrides.keys() - SMALL.keys() - {"run.dir"})
     if overrides.get("grpo.scale") == "mean":  # for rewards of 0 or more
         overrides["reward"] = [{"source": "unique_chars"}]
+    if "grpo.pass_at" in overrides:  # for rewards of 0 and 1
+        overrides["reward"] = [{"source": "./right.py:is_odd"}]
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "right.py").write_text(
+            "def is_odd(completions, **_):\n    return [len(c) % 2 for c in completions]\n"
+        )
     recipe = load_recipe(row.trainer, overrides=overrides).recipe
     result = run(recipe, Inputs(prompts=PROMPTS), progress=False)
     assert len(result.metrics) == 2

@@ -30,7 +30,7 @@ class MeanScaledRecipe(PolicyRecipe):
 class MeanScaled(GRPO):
     """GRPO with another comparison."""
 
-    def compare(self, scores: Scores, kl_PG: torch.Tensor | None) -> torch.Tensor:
+    def compare(self, scores: Scores, length_PG: torch.Tensor) -> torch.Tensor:
         """Advantage of each completion, `[P, G]`."""
         section: MeanScaledSection = self.cfg  # pyright: ignore[reportAssignmentType]
         mean_P1 = scores.total_PG.mean(1, keepdim=True)

@@ -104,3 +104,42 @@ def test_truncated_completions_are_compared_but_not_learnt_from(tmp_path: Path) 
     assert result.metrics["completions/clipped_ratio"] == 1.0
     assert result.metrics["updates"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(state), strict=True))
+
+
+@pytest.mark.parametrize("by", ["shortest", "best_per_token"])
+def test_of_many_completions_the_kept_are_compared_and_learnt(tmp_path: Path, by: str) -> None:
+    """GFPO: those that are not kept take no part, neither in the baseline nor in a mean over completions."""
+    options = {"keep": 2, "keep_by": by, "kl": {"coef": 0.0}, "scale": "none"}
+    state, seen = build(grpo_recipe(tmp_path, grpo=options)), []
+    state.policy.module.generation_config.eos_token_id = list(range(3, 40))  # many, so that lengths differ
+    update = state.learner.update
+    state.learner.update = lambda *given: seen.append(given) or update(*given)
+    result = state.step(state.data.train, 0)
+    ((batch, _, drawn_per_row),) = seen
+    expected, num_unused = [], 0
+    for group in groups_of(result):
+        shares = [low_share(one.token_ids) for one in group.completions]
+        costs = [
+            len(one.token_ids) if by == "shortest" else -share
+            for one, share in zip(group.completions, shares, strict=True)
+        ]
+        if by == "best_per_token":
+            costs = [cost / len(one.token_ids) for cost, one in zip(costs, group.completions, strict=True)]
+        kept = sorted(sorted(range(len(costs)), key=costs.__getitem__)[:2])
+        mean = sum(shares[g] for g in kept) / 2
+        differs = len({shares[g] for g in kept}) > 1
+        expected += [shares[g] - mean for g in kept if differs]
+        learnt = kept if differs else []
+        num_unused += sum(len(one.token_ids) for g, one in enumerate(group.completions) if g not in learnt)
+    assert batch.advantage_BT[:, 0].tolist() == pytest.approx(expected, abs=1e-6)
+    assert result.metrics["rollout/unused_tokens"] == num_unused
+    assert drawn_per_row == 2 * len(groups_of(result)) / len(expected)
+
+
+def test_a_group_smaller_than_what_is_kept_or_counted_is_refused(tmp_path: Path) -> None:
+    for options, message in (
+        ({"keep": 5}, "grpo.keep is 5, but 4"),
+        ({"pass_at": 5}, "grpo.pass_at is 5, but a group"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grpo_recipe(tmp_path, grpo=options)

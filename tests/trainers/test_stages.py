@@ -50,7 +50,7 @@ def started(trainer: str, folder: Path) -> Started:
         ("dpo", {"data", "reference", "kl", "metrics"}),
         ("ppo", {"data", "rollout", "reward", "pack", "old_policy", "reference", "advantages", "metrics"}),
         ("grpo", {"data", "rollout", "reward", "pack", "reference", "advantages", "metrics"}),
-        ("best_of_n", {"data", "rollout", "reward", "pack", "metrics"}),
+        ("best_of_n", {"data", "rollout", "reward", "advantages", "pack", "metrics"}),
         ("distill", {"data", "rollout", "pack", "update/teachers", "metrics"}),
     ],
 )

@@ -5,6 +5,7 @@ Positions outside it are skipped as if they were not there, and come out as 0. A
 through anything in this file.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -83,12 +84,19 @@ class GroupAdvantages(NamedTuple):
 
 
 def group_relative(
-    reward_PG: Tensor, valid_PG: Tensor | None = None, *, baseline: Baseline = "mean", scale: Scale = "group"
+    reward_PG: Tensor,
+    valid_PG: Tensor | None = None,
+    *,
+    baseline: Baseline = "mean",
+    scale: Scale = "group",
+    length_PG: Tensor | None = None,
 ) -> GroupAdvantages:
     """Reward of each completion minus a baseline of its group, divided by a spread; fp32 or wider, without gradient.
 
     `baseline="mean"` is GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1); `"leave_one_out"` is the mean of the
-    *other* completions, RLOO (Ahmadian et al. 2024, arXiv 2402.14740, equation 8), which is G / (G - 1) times as far.
+    *other* completions, RLOO (Ahmadian et al. 2024, arXiv 2402.14740, equation 8), which is G / (G - 1) times as far;
+    `"length_weighted"` weighs each reward by the tokens of its completion, `length_PG`: the baseline of least variance
+    where the square of a gradient grows with length (OPO, Hao et al. 2025, arXiv 2505.23585).
     `scale="group"` divides by the group's unbiased standard deviation plus `GROUP_EPS`; `"batch"` by that of all valid
     rewards, so that hard and easy prompts keep their weight (Liu et al. 2025, arXiv 2508.08221); `"advantages"` by that
     of what is left once the baselines are taken off (REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262); `"none"`
@@ -105,7 +113,13 @@ def group_relative(
     num_P1 = valid_PG.sum(dim=1, keepdim=True)
     mean_P1 = reward_PG.sum(dim=1, keepdim=True) / num_P1.clamp(min=1)
     varies_P1 = rewards_differ(reward_PG, valid_PG)[:, None]
-    advantage_PG = kept(reward_PG - mean_P1, valid_PG & varies_P1)
+    baseline_P1 = mean_P1
+    if baseline == "length_weighted":
+        if length_PG is None:
+            raise InputError("the baseline `length_weighted` needs the lengths of the completions; give length_PG")
+        weight_PG = kept(length_PG.to(reward_PG), valid_PG)
+        baseline_P1 = (weight_PG * reward_PG).sum(dim=1, keepdim=True) / weight_PG.sum(dim=1, keepdim=True).clamp(min=1)
+    advantage_PG = kept(reward_PG - baseline_P1, valid_PG & varies_P1)
     std_P1 = ((advantage_PG.square().sum(dim=1, keepdim=True)) / (num_P1 - 1).clamp(min=1)).sqrt()
     if baseline == "leave_one_out":
         advantage_PG = advantage_PG * num_P1 / (num_P1 - 1).clamp(min=1)
@@ -122,6 +136,36 @@ def group_relative(
         known = (reward_PG if scale == "batch" else advantage_PG)[valid_PG]
         advantage_PG = advantage_PG / (_std(known) + GROUP_EPS)
     return GroupAdvantages(advantage_PG, varies_P1[:, 0])
+
+
+def pass_at(num: int, reward_PG: Tensor, valid_PG: Tensor) -> GroupAdvantages:
+    """Advantages for the chance that one of `num` completions is right, from rewards of 0 and 1; without gradient.
+
+    A group of N valid completions, W of them wrong, has the chance R = 1 - C(W, num) / C(N, num), averaged over all its
+    sets of `num`. With s = sqrt(R (1 - R)), a right completion has (1 - R) / s, a wrong one
+    (1 - R - C(W - 1, num - 1) / C(N - 1, num - 1)) / s: the mean advantage of the sets that it is in (Chen et al. 2025,
+    arXiv 2508.10751). A group in which R is 0 or 1 has advantages of 0.
+
+    Raises:
+        InputError: shapes differ, or a reward is neither 0 nor 1.
+    """
+    check_shapes(reward_PG=reward_PG, valid_PG=valid_PG)
+    valid_PG, reward_PG = valid_PG.bool(), reward_PG.detach()
+    others = reward_PG[valid_PG & (reward_PG != 0) & (reward_PG != 1)]
+    if others.numel():
+        raise InputError(f"a reward is {others[0]:g}, but pass_at needs rewards of 0 (wrong) and 1 (right)")
+    is_right_PG = valid_PG & (reward_PG == 1)
+    advantage_PG = torch.zeros_like(reward_PG)
+    for p, (valid_G, is_right_G) in enumerate(zip(valid_PG, is_right_PG, strict=True)):
+        num_valid, num_wrong = int(valid_G.sum()), int((valid_G & ~is_right_G).sum())
+        if num_valid < num or num_wrong == num_valid or num_wrong < num:
+            continue  # no set is whole, or all sets are wrong, or all are right
+        chance = 1 - math.comb(num_wrong, num) / math.comb(num_valid, num)
+        spread = math.sqrt(chance * (1 - chance))
+        wrong = (1 - chance - math.comb(num_wrong - 1, num - 1) / math.comb(num_valid - 1, num - 1)) / spread
+        right_and_wrong = reward_PG.new_tensor([(1 - chance) / spread, wrong])
+        advantage_PG[p] = kept(torch.where(is_right_G, *right_and_wrong), valid_G)
+    return GroupAdvantages(advantage_PG, (advantage_PG != 0).any(dim=1))
 
 
 def normalized_sum(part_RPG: Tensor, weight_R: Tensor, valid_PG: Tensor) -> GroupAdvantages:

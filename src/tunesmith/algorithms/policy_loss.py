@@ -146,13 +146,16 @@ def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]
         cispo: -sg(min(r, 1 + clip_high)) A logp
         sapo:  -4 / t sigmoid(t (r - 1)) A,  t = temperature_positive where A > 0, else temperature_negative
         log_prob: -A logp
+        dppo_tv, dppo_kl: -r A, without gradient where the token is `beyond` its bounds
+        gmpo:  -exp(mean over the completion of min(log r, clip_high) or, where A < 0, max(log r, -clip_low)) A
 
     `clip` is equation 7 of Schulman et al. 2017 (arXiv 1707.06347), with two clip bounds as in DAPO (arXiv 2503.14476);
     `dual_clip` matters where A is negative (Ye et al. 2020, arXiv 1912.09729). `cispo` is the loss of MiniMax-M1 (arXiv
     2506.13585) without a lower bound. `sapo` is that of Gao et al. 2025 (arXiv 2511.20347): at ratio 1 its gradient is
     that of `clip`, and it fades on both sides instead of ending. `log_prob` is REINFORCE (Williams 1992), and with
-    advantages of a group GPG (Chu et al. 2025, arXiv 2504.02546); with advantage 1 it is the loss of SFT. Log-probs are
-    not clamped: a ratio beyond the range of floats gives a gradient that is not finite, which the optimizer refuses and
+    advantages of a group GPG (Chu et al. 2025, arXiv 2504.02546); with advantage 1 it is the loss of SFT. `dppo_*` are
+    those of Qi et al. 2026 (arXiv 2602.04879), `gmpo` that of Zhao et al. 2025 (arXiv 2507.20673). Log-probs are not
+    clamped: a ratio beyond the range of floats gives a gradient that is not finite, which the optimizer refuses and
     reports.
     """
     mask_BT = tokens.mask_BT.bool()
@@ -160,16 +163,90 @@ def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]
     # Advantage 0 outside the mask makes the loss and its gradient 0 there.
     advantage_BT = kept(tokens.advantage_BT.detach(), mask_BT)
     ratio_BT = importance_ratio(tokens.logp_BT, tokens.old_logp_BT, mask_BT, terms.level)
-    if terms.surrogate == "cispo":
-        return -ratio_BT.detach().clamp(max=high) * advantage_BT * kept(tokens.logp_BT, mask_BT), ratio_BT
-    if terms.surrogate == "log_prob":
-        return -advantage_BT * kept(tokens.logp_BT, mask_BT), ratio_BT
-    if terms.surrogate == "sapo":
-        positive, negative = ratio_BT.new_tensor((terms.temperature_positive, terms.temperature_negative))
-        t_BT = torch.where(advantage_BT > 0, positive, negative)
-        return -4 / t_BT * torch.sigmoid(t_BT * (ratio_BT - 1)) * advantage_BT, ratio_BT
-    bounded_BT = ratio_BT if dual is None else ratio_BT.clamp(max=dual)
-    return -torch.minimum(bounded_BT * advantage_BT, ratio_BT.clamp(low, high) * advantage_BT), ratio_BT
+    match terms.surrogate:
+        case "clip":
+            bounded_BT = ratio_BT if dual is None else ratio_BT.clamp(max=dual)
+            gain_BT = torch.minimum(bounded_BT * advantage_BT, ratio_BT.clamp(low, high) * advantage_BT)
+        case "cispo":
+            gain_BT = ratio_BT.detach().clamp(max=high) * advantage_BT * kept(tokens.logp_BT, mask_BT)
+        case "sapo":
+            positive, negative = ratio_BT.new_tensor((terms.temperature_positive, terms.temperature_negative))
+            t_BT = torch.where(advantage_BT > 0, positive, negative)
+            gain_BT = 4 / t_BT * torch.sigmoid(t_BT * (ratio_BT - 1)) * advantage_BT
+        case "log_prob":
+            gain_BT = advantage_BT * kept(tokens.logp_BT, mask_BT)
+        case "dppo_tv" | "dppo_kl":
+            low_BT, high_BT, _ = beyond(tokens, terms, ratio_BT)
+            gain_BT = torch.where(low_BT | high_BT, ratio_BT.detach(), ratio_BT) * advantage_BT
+        case "gmpo":
+            log_ratio_BT = kept(tokens.logp_BT, mask_BT) - kept(tokens.old_logp_BT.detach(), mask_BT)
+            up_BT, down_BT = log_ratio_BT.clamp(max=terms.clip_high), log_ratio_BT.clamp(min=-terms.clip_low)
+            bounded_BT = torch.where(advantage_BT > 0, up_BT, down_BT)
+            mean_B1 = bounded_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+            gain_BT = mean_B1.exp() * advantage_BT
+        case _:
+            assert_never(terms.surrogate)
+    return -gain_BT, ratio_BT
+
+
+def beyond(tokens: PolicyTokens, terms: PolicyTerms, ratio_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens whose gradient is cut, or weight bounded, `[B, T]` each: because the ratio is low and the advantage
+    negative, because it is high and the advantage positive, and because it is above `dual_clip`.
+
+    `dppo_tv` measures |p - p_old| of the token's probability, `dppo_kl` the KL divergence of the two outcomes "this
+    token" and "another" (Qi et al. 2026, arXiv 2602.04879).
+    """
+    mask_BT = tokens.mask_BT.bool()
+    ratio_BT, advantage_BT = ratio_BT.detach(), kept(tokens.advantage_BT.detach(), mask_BT)
+    logp_BT, old_logp_BT = (kept(x_BT.detach(), mask_BT) for x_BT in (tokens.logp_BT, tokens.old_logp_BT))
+    low, high = 1 - terms.clip_low, 1 + terms.clip_high
+    dual = math.inf if terms.dual_clip is None else terms.dual_clip
+    match terms.surrogate:
+        case "clip":
+            is_low_BT, is_high_BT = ratio_BT < low, ratio_BT > high
+        case "cispo":
+            is_low_BT, is_high_BT = torch.zeros_like(mask_BT), ratio_BT > high
+        case "gmpo":
+            is_low_BT, is_high_BT = ratio_BT.log() < -terms.clip_low, ratio_BT.log() > terms.clip_high
+        case "dppo_tv" | "dppo_kl":
+            distance_BT = (logp_BT.exp() - old_logp_BT.exp()).abs()
+            if terms.surrogate == "dppo_kl":
+                least = torch.finfo(logp_BT.dtype).tiny  # a probability that rounds to 1 leaves nothing for the rest
+                rest_BT, old_rest_BT = ((-x_BT.expm1()).clamp(min=least) for x_BT in (logp_BT, old_logp_BT))
+                distance_BT = old_logp_BT.exp() * (old_logp_BT - logp_BT) + old_rest_BT * (old_rest_BT / rest_BT).log()
+            is_low_BT = (ratio_BT < 1) & (distance_BT > terms.clip_low)
+            is_high_BT = (ratio_BT > 1) & (distance_BT > terms.clip_high)
+        case _:
+            is_low_BT = is_high_BT = torch.zeros_like(mask_BT)
+    falls_BT = advantage_BT < 0
+    return is_low_BT & falls_BT, is_high_BT & (advantage_BT > 0), (ratio_BT > dual) & falls_BT
+
+
+def learnt_advantages(
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    section: PolicyLossSection,
+    *,
+    logp_BT: Tensor,
+    drawn_logp_BT: Tensor,
+    entropy_BT: Tensor,
+) -> Tensor:
+    """Advantages of the tokens that the recipe learns, `[B, T]`, 0 for the others.
+
+    `top_entropy_share` keeps the tokens of the micro-batch with the highest entropies (Wang et al. 2025, arXiv
+    2506.01939), by the quantile that TRL takes. `off_policy_mask` leaves out completions with negative advantages whose
+    mean of log p_old - log p exceeds it: `drawn_logp_BT` are the engine's log-probs at that time (DeepSeek-V3.2,
+    arXiv 2512.02556).
+    """
+    mask_BT = mask_BT.bool()
+    if section.top_entropy_share < 1 and mask_BT.any():
+        least = torch.quantile(entropy_BT.detach()[mask_BT].float(), 1 - section.top_entropy_share)
+        advantage_BT = kept(advantage_BT, entropy_BT.detach() >= least)
+    if section.off_policy_mask is not None:
+        fallen_BT = kept(drawn_logp_BT.detach(), mask_BT) - kept(logp_BT.detach(), mask_BT)
+        fallen_B1 = fallen_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        advantage_BT = kept(advantage_BT, (advantage_BT >= 0) | (fallen_B1 <= section.off_policy_mask))
+    return advantage_BT
 
 
 def importance_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
@@ -189,20 +266,18 @@ def importance_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor, leve
 
 def _statistics(tokens: PolicyTokens, terms: PolicyTerms, loss_BT: Tensor, ratio_BT: Tensor) -> PolicyStats:
     mask_BT = tokens.mask_BT.bool()
-    low = 1 - terms.clip_low if terms.surrogate == "clip" else 0.0
-    high = 1 + terms.clip_high if terms.surrogate in ("clip", "cispo") else math.inf
-    dual = math.inf if terms.dual_clip is None else terms.dual_clip
-    ratio_BT, advantage_BT = ratio_BT.detach(), kept(tokens.advantage_BT.detach(), mask_BT)
+    clipped = [total(cut_BT) for cut_BT in beyond(tokens, terms, ratio_BT)]
     log_ratio_BT = kept(tokens.logp_BT.detach(), mask_BT) - kept(tokens.old_logp_BT.detach(), mask_BT)
+    ratio_BT = kept(ratio_BT.detach(), mask_BT)
     return PolicyStats(
         num_tokens=total(mask_BT),
         loss=total(loss_BT),
         approx_kl=total(0.5 * log_ratio_BT.square()),
-        clipped_low=total((ratio_BT < low) & (advantage_BT < 0)),
-        clipped_high=total((ratio_BT > high) & (advantage_BT > 0)),
-        clipped_dual=total((ratio_BT > dual) & (advantage_BT < 0)),
-        ratio=total(kept(ratio_BT, mask_BT)),
-        ratio_square=total(kept(ratio_BT, mask_BT).double().square()),
+        clipped_low=clipped[0],
+        clipped_high=clipped[1],
+        clipped_dual=clipped[2],
+        ratio=total(ratio_BT),
+        ratio_square=total(ratio_BT.double().square()),
     )
 
 
@@ -271,8 +346,9 @@ def importance_correction(
     before the cut, the sum of pi f over the support of mu. Where a filter keeps a mass Z of the vocabulary, a weight is
     Z; the unfiltered log-probs (`Completion.raw_logps`) would correct rounding only.
 
-    Per token, or with `level: sequence` one weight for a completion, the product of its tokens' (unbiased, of greater
-    variance: a filter makes it vanish with length). `truncate` moves a weight into [floor, cap], `mask` sets one
+    Per token, or one weight for a completion: with `level: sequence` the product of its tokens' (unbiased, of greater
+    variance: a filter makes it vanish with length), with `geometric` their geometric mean (biased, comparable between
+    lengths). `truncate` moves a weight into [floor, cap], `mask` sets one
     outside of it to 0, `off` makes each weight 1 and only measures.
 
     Raises:
@@ -281,11 +357,13 @@ def importance_correction(
     check_shapes(train_logp_BT=train_logp_BT, sampled_logp_BT=sampled_logp_BT, mask_BT=mask_BT)
     mask_BT = mask_BT.bool()
     log_ratio_BT = kept(train_logp_BT.detach(), mask_BT) - kept(sampled_logp_BT.detach(), mask_BT)
-    if settings.level == "sequence":
+    if settings.level == "token":
+        log_ratio_BL, counts_BL = log_ratio_BT, mask_BT
+    else:
         log_ratio_BL = log_ratio_BT.sum(dim=1, keepdim=True, dtype=torch.float64)
         counts_BL = mask_BT.any(dim=1, keepdim=True)
-    else:
-        log_ratio_BL, counts_BL = log_ratio_BT, mask_BT
+        if settings.level == "geometric":
+            log_ratio_BL = log_ratio_BL / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
     ratio_BL = log_ratio_BL.exp()
     is_cut_BL = counts_BL & ((ratio_BL > settings.cap) | (ratio_BL < settings.floor))
     if settings.mode == "truncate":

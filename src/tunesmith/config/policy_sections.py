@@ -9,7 +9,7 @@ from tunesmith.config.sections import NonNegative, Positive, PositiveInt, Sectio
 Estimator = Literal["k1", "k2", "k3"]
 """Estimator of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""
 
-Surrogate = Literal["clip", "cispo", "sapo", "log_prob"]
+Surrogate = Literal["clip", "cispo", "sapo", "log_prob", "dppo_tv", "dppo_kl", "gmpo"]
 Level = Literal["token", "sequence", "product"]
 """Importance ratio per token; per completion, as the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
 2507.18071, equation 7); or per completion, as their product."""
@@ -59,14 +59,18 @@ class PolicyLossSection(UpdateSection):
 
     surrogate: Surrogate = "clip"
     """PPO's clipped ratio; CISPO: the log-prob weighted by a detached ratio of at most 1 + clip_high; SAPO: a sigmoid
-    of the ratio, which closes softly; or the log-prob alone (REINFORCE, GPG)."""
+    of the ratio, which closes softly; the log-prob alone (REINFORCE, GPG); DPPO: the ratio, cut where the probability
+    of the token has moved too far (dppo_tv) or its binary KL is too large (dppo_kl); or GMPO: the geometric mean of
+    the completion's ratios, each clipped in logarithms."""
     importance_sampling_level: Level = "token"
     """Ratio of new to old policy: of each token; of a completion, as the geometric mean of its tokens (GSPO, arXiv
     2507.18071, equation 7) or their product (RLOO)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below 1 - clip_low; for surrogate clip."""
+    """The ratio is clipped below 1 - clip_low; for DPPO the bound of the divergence where the advantage is negative,
+    for GMPO that of -log ratio."""
     clip_high: Positive = 0.2
-    """The ratio is clipped above 1 + clip_high; DAPO has 0.28. For surrogates clip and cispo."""
+    """The ratio is clipped above 1 + clip_high; DAPO has 0.28. For DPPO the bound of the divergence where the advantage
+    is positive, for GMPO that of log ratio."""
     temperature_positive: Positive = 1.0
     """Steepness of SAPO's sigmoid for tokens of positive advantage."""
     temperature_negative: Positive = 1.05
@@ -76,10 +80,29 @@ class PolicyLossSection(UpdateSection):
     loss_normalization: Normalization = "token"
     """Mean over all tokens of the update; over completions, of the mean or the sum of their tokens; sum divided by
     completions x max_new_tokens; or mean over micro-batches of means over tokens."""
+    off_policy_mask: Positive | None = None
+    """Leave out completions with a negative advantage whose log-prob has fallen by more nats per token than this since
+    they were drawn (DeepSeek-V3.2); null is off."""
+    top_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the tokens of a micro-batch, those of highest entropy, that the surrogate learns (Wang et al. 2025 have
+    0.2)."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus, a mean over tokens."""
     target_kl: Positive | None = None
     """Stop the updates of a rollout once the KL per token to its own policy exceeds this; null is off."""
+
+    @model_validator(mode="after")
+    def _check_level(self) -> "PolicyLossSection":
+        if self.surrogate in ("dppo_tv", "dppo_kl", "gmpo") and self.importance_sampling_level != "token":
+            raise ValueError(
+                f"importance_sampling_level is {self.importance_sampling_level}, but surrogate {self.surrogate} has "
+                "its own; set token"
+            )
+        if self.surrogate == "gmpo" and self.top_entropy_share < 1:
+            raise ValueError(
+                "top_entropy_share is below 1, but gmpo is a mean over all tokens of a completion; set it to 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> "PolicyLossSection":

@@ -201,6 +201,7 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
             ONE_UPDATE,
             warns=True,
         ),
+        Rule(f"{section}.off_policy_mask", is_updated_once(section), ONE_UPDATE, warns=True),
         Rule(f"{section}.target_kl", is_updated_once(section), ONE_UPDATE.replace("the ratio to", "the KL to")),
     )
 

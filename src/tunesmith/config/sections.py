@@ -290,8 +290,8 @@ class ImportanceSection(Section):
 
     mode: Literal["off", "truncate", "mask"] = "truncate"
     """Clamp weights to [floor, cap], zero those outside of it, or do nothing."""
-    level: Literal["token", "sequence"] = "token"
-    """One weight for each token, or one for each completion: the product over its tokens."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """One weight for each token, or one for each completion: the product over its tokens, or their geometric mean."""
     cap: Positive = 2.0
     """Largest weight."""
     floor: NonNegative = 0.0

@@ -305,6 +305,8 @@ class _Conversion:
             "grpo.dual_clip": f["delta"],
             "grpo.temperature_positive": f["sapo_temperature_pos"],
             "grpo.temperature_negative": f["sapo_temperature_neg"],
+            "grpo.top_entropy_share": f["top_entropy_quantile"],
+            "grpo.off_policy_mask": f["off_policy_mask_threshold"],
             "grpo.scale": self._pick("scale_rewards", scales),
             **{"grpo.kl.coef": f["beta"], "grpo.kl.bias_correction": f["use_bias_correction_kl"]},
         }

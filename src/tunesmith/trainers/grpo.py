@@ -6,7 +6,7 @@ rewards. The step is `PolicyStep.step`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from tunesmith.algorithms import advantages
 from tunesmith.batch.pack import PolicyBatch
 from tunesmith.batch.rollout import Group
-from tunesmith.config.algorithms.grpo import GRPOSection
+from tunesmith.config.algorithms.grpo import GRPOSection, Keep
 from tunesmith.rewards.scorer import Scores, joined
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import rollouts
@@ -44,7 +44,7 @@ class GRPO(PolicyStep):
             drawn, scores = self.rollouts.draw(wanted, stream, index)
             groups.extend(drawn)
             parts.append(scores)
-            num_missing -= int(self.differing(scores).sum())
+            num_missing -= int(self.differing(scores, self.compared(drawn, scores)).sum())
             wanted = list(islice(further, num_missing))
             if not wanted:
                 break
@@ -52,33 +52,47 @@ class GRPO(PolicyStep):
 
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """Each completion compared with its group, of the groups whose rewards differ."""
-        differs_P = self.differing(scores)  # by the rewards alone: a KL in the reward is no signal of its own
+        compared_PG = self.compared(groups, scores)
+        differs_P = self.differing(scores, compared_PG)  # by rewards alone: a KL in the reward is no signal of its own
         figures = {
             "frac_reward_zero_std": (~differs_P).float().mean().item(),
             "groups/num_drawn": float(len(groups)),
             "groups/num_dropped": float((~differs_P).sum().item()),
         }
-        learnt_PG = scores.valid_PG & differs_P[:, None] & ~left_out(self.cfg, groups)
-        return Credit(learnt_PG, self.compare(scores, kl_PG), figures)
+        learnt_PG = compared_PG & differs_P[:, None] & ~left_out(self.cfg, groups)
+        reward_PG = scores.total_PG if kl_PG is None else scores.total_PG - self.kl.value * kl_PG.to(scores.total_PG)
+        scores = replace(scores, total_PG=reward_PG, valid_PG=compared_PG)
+        return Credit(learnt_PG, self.compare(scores, lengths(groups)), figures, compared_PG)
 
-    def compare(self, scores: Scores, kl_PG: torch.Tensor | None) -> torch.Tensor:
-        """Advantage of each completion by the rewards of its group, less the KL if that is part of it, `[P, G]`."""
+    def compare(self, scores: Scores, length_PG: torch.Tensor) -> torch.Tensor:
+        """Advantage of each completion by the rewards of its group, `[P, G]`; only those that are valid take part."""
         cfg, valid_PG = self.cfg, scores.valid_PG
+        if cfg.pass_at > 1:
+            return advantages.pass_at(cfg.pass_at, scores.total_PG, valid_PG).advantage_PG
         if cfg.multi_objective_aggregation == "normalize_then_sum":
             part_RPG = torch.stack(list(scores.parts.values()))
             weights = torch.tensor(self.rollouts.scorer.weights)
             return advantages.normalized_sum(part_RPG, weights, valid_PG).advantage_PG
-        reward_PG = scores.total_PG if kl_PG is None else scores.total_PG - self.kl.value * kl_PG.to(scores.total_PG)
-        return advantages.group_relative(reward_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale).advantage_PG
+        return advantages.group_relative(
+            scores.total_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale, length_PG=length_PG
+        ).advantage_PG
 
-    def differing(self, scores: Scores) -> torch.Tensor:
+    def compared(self, groups: Sequence[Group], scores: Scores) -> torch.Tensor:
+        """True for the completions of each group that are compared, `[P, G]`: their rewards are known, and they are
+        among those that the recipe keeps.
+        """
+        if self.cfg.keep is None:
+            return scores.valid_PG
+        return kept_of(scores, lengths(groups), self.cfg.keep, self.cfg.keep_by)
+
+    def differing(self, scores: Scores, compared_PG: torch.Tensor) -> torch.Tensor:
         """True for each group with a gradient, `[P]`: its rewards differ, or one of several that are compared alone."""
         if self.cfg.multi_objective_aggregation == "sum_then_normalize":
-            return advantages.rewards_differ(scores.total_PG, scores.valid_PG)
+            return advantages.rewards_differ(scores.total_PG, compared_PG)
         differs_P = torch.zeros(len(scores.total_PG), dtype=torch.bool)
         for weight, part_PG in zip(self.rollouts.scorer.weights, scores.parts.values(), strict=True):
             if weight != 0:
-                differs_P |= advantages.rewards_differ(part_PG, scores.valid_PG & ~part_PG.isnan())
+                differs_P |= advantages.rewards_differ(part_PG, compared_PG & ~part_PG.isnan())
         return differs_P
 
     def figures(self, scores: Scores, batch: PolicyBatch, stats: UpdateStats) -> Metrics:
@@ -87,6 +101,23 @@ class GRPO(PolicyStep):
         if not first.has_reference:
             return {}
         return {"objective/kl": first.kl_per_sequence, "kl": first.kl_sum / first.num_tokens}
+
+
+def lengths(groups: Sequence[Group]) -> torch.Tensor:
+    """Tokens of each completion, `[P, G]`."""
+    return torch.tensor([[len(completion.token_ids) for completion in group.completions] for group in groups])
+
+
+def kept_of(scores: Scores, length_PG: torch.Tensor, num: int, by: Keep) -> torch.Tensor:
+    """True for `num` completions of each group, `[P, G]`: the shortest, or those with the highest reward per token; of
+    equal ones the first. Those whose reward failed are not kept.
+
+    GFPO (Shrivastava et al. 2025, arXiv 2508.09726) draws more completions and learns the concise ones, so that lengths
+    do not grow.
+    """
+    cost_PG = length_PG.double() if by == "shortest" else -scores.total_PG.double() / length_PG
+    order_PG = cost_PG.masked_fill(~scores.valid_PG, torch.inf).sort(dim=1, stable=True).indices
+    return torch.zeros_like(scores.valid_PG).scatter(1, order_PG[:, :num], True) & scores.valid_PG
 
 
 def left_out(cfg: GRPOSection, groups: Sequence[Group]) -> torch.Tensor:

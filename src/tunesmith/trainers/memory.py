@@ -10,8 +10,14 @@ from tunesmith.config.recipe import Recipe, SamplingRecipe
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.trace import Trace
 
-_MEMORY_ERRORS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
-"""Parts of the messages of a RuntimeError of torch or of the C++ library."""
+_MEMORY_ERRORS = (
+    "can't allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "out of memory",
+    "could not create a primitive",  # oneDNN says no more where it cannot allocate; the same shapes worked before
+)
+"""Parts of the messages of a RuntimeError of torch, of oneDNN or of the C++ library."""
 
 
 @contextmanager

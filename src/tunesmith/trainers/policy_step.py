@@ -44,12 +44,14 @@ BatchT = TypeVar("BatchT", bound=PolicyBatch)
 class Credit:
     """What a step learns: which completions, `learnt_PG`, and the advantage (in PPO: the reward) of each, `[P, G]`.
 
-    `figures` are metrics of the choice.
+    `figures` are metrics of the choice. `compared_PG` are the completions that it was made from, which a mean over
+    completions counts also where they are not learnt; None is all whose reward is known.
     """
 
     learnt_PG: torch.Tensor
     advantage_PG: torch.Tensor
     figures: Metrics = field(default_factory=Metrics)
+    compared_PG: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,9 @@ class PolicyStep(PolicyWithKL):
             batch = self.batch_of(sequences, old, reference_logp_BT, advantage_B)
 
         with span("update"):
-            num_wanted = len(prompts) * scores.valid_PG.shape[1]  # means count completions that were left out too
-            stats = self.update(batch, index, min(num_wanted, int(scores.valid_PG.sum())) / len(rows))
+            counted_P = (scores.valid_PG if credit.compared_PG is None else credit.compared_PG).sum(dim=1)
+            num_counted = min(int(counted_P.sum()), len(prompts) * int(counted_P.max()))  # not those of further prompts
+            stats = self.update(batch, index, num_counted / len(rows))
         with span("metrics"):
             figures |= {**stats.metrics(), **self.figures(scores, batch, stats)}
             if "objective/kl" in figures:
@@ -235,10 +238,18 @@ class PolicyStep(PolicyWithKL):
         correction = policy_loss.importance_correction(
             old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, drawing.importance
         )
+        advantage_BT = policy_loss.learnt_advantages(
+            micro.advantage_BT,
+            mask_BT,
+            section,
+            logp_BT=new.logp_BT,
+            drawn_logp_BT=micro.sequences.raw_logp_BT,
+            entropy_BT=new.entropy_BT,
+        )
         tokens = PolicyTokens(
             new.logp_BT,
             old_logp_BT,
-            micro.advantage_BT * correction.weight_BT,
+            advantage_BT * correction.weight_BT,
             mask_BT,
             micro.reference_logp_BT if kl_coef > 0 else None,
             new.entropy_BT if section.entropy_coef > 0 else None,

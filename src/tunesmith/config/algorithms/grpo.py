@@ -10,10 +10,11 @@ from pydantic import model_validator
 from tunesmith.config.policy_sections import Estimator, KLSection, PolicyLossSection
 from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.config.rules import ACCURACY, NO_HEAD, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
-from tunesmith.config.sections import EvaluationSection, GRPORolloutSection, NonNegative, NonNegativeInt
+from tunesmith.config.sections import EvaluationSection, GRPORolloutSection, NonNegative, NonNegativeInt, PositiveInt
 from tunesmith.config.spec import Passes, Spec
 
-Baseline = Literal["mean", "leave_one_out"]
+Baseline = Literal["mean", "leave_one_out", "length_weighted"]
+Keep = Literal["shortest", "best_per_token"]
 Scale = Literal["group", "batch", "advantages", "mean", "none"]
 
 
@@ -30,13 +31,20 @@ class GRPOSection(PolicyLossSection):
     """Group-relative policy optimisation (Shao et al. 2024) and RLOO: the group is the baseline, without a critic."""
 
     baseline: Baseline = "mean"
-    """Mean reward of the group (GRPO), or of its other completions (RLOO)."""
+    """Mean reward of the group (GRPO), of its other completions (RLOO), or weighted by their lengths (OPO)."""
     scale: Scale = "group"
     """Divide advantages by the standard deviation of the group's rewards, of all rewards, of all advantages
     (REINFORCE++-baseline), by the mean of the group's rewards, which are 0 or more (MaxRL), or not at all."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the rewards, then normalize; or normalize each within its group, sum, and scale to variance 1 over the step
     (GDPO), ignoring baseline and scale."""
+    pass_at: PositiveInt = 1
+    """Learn the chance that one of this many completions is right, from rewards of 0 and 1, ignoring baseline and
+    scale; 1 is off."""
+    keep: PositiveInt | None = None
+    """Completions of each group to compare and learn (GFPO); null is all."""
+    keep_by: Keep = "shortest"
+    """Keep the shortest ones, or those with the highest reward per token."""
     dynamic_sampling: NonNegativeInt = 0
     """Rounds of further prompts in a step, in place of groups with equal rewards (DAPO); 0 is off."""
     mask_truncated_completions: bool = False
@@ -55,6 +63,16 @@ class GRPOSection(PolicyLossSection):
                 "scale is mean, which divides by rewards of 0 or more, but kl.place is reward, which lowers them; set "
                 "kl.place: loss"
             )
+        if self.pass_at > 1 and self.multi_objective_aggregation == "normalize_then_sum":
+            raise ValueError(
+                f"pass_at is {self.pass_at}, which needs one reward of 0 or 1, but multi_objective_aggregation is "
+                "normalize_then_sum; set sum_then_normalize"
+            )
+        if self.pass_at > 1 and self.kl.place == "reward" and self.kl.coef > 0:
+            raise ValueError(
+                f"pass_at is {self.pass_at}, which needs rewards of 0 and 1, but kl.place is reward, which lowers "
+                "them; set kl.place: loss"
+            )
         return self
 
 
@@ -67,6 +85,22 @@ class GRPORecipe(PolicyRecipe):
     rollout: GRPORolloutSection = GRPORolloutSection()
     grpo: GRPOSection = GRPOSection()
     evaluation: EvaluationSection = EvaluationSection()
+
+    @model_validator(mode="after")
+    def _check_group(self) -> "GRPORecipe":
+        num_drawn = self.rollout.completions_per_prompt
+        num_learnt = self.grpo.keep or num_drawn
+        if not 2 <= num_learnt <= num_drawn:
+            raise ValueError(
+                f"grpo.keep is {num_learnt}, but {num_drawn} completions are drawn for each prompt; keep 2 or more, "
+                "and no more than are drawn"
+            )
+        if self.grpo.pass_at > num_learnt:
+            raise ValueError(
+                f"grpo.pass_at is {self.grpo.pass_at}, but a group has {num_learnt} completions; lower it, or raise "
+                "rollout.completions_per_prompt"
+            )
+        return self
 
 
 OWN_LOGPS = (
@@ -82,12 +116,20 @@ GRPO_RULES: tuple[Rule, ...] = (
         "grpo.multi_objective_aggregation is normalize_then_sum, which normalizes each reward within its group by "
         "itself; set sum_then_normalize, or leave this out",
     ),
+    Rule(
+        "grpo.baseline grpo.scale",
+        lambda v: v["grpo.pass_at"] > 1,
+        "grpo.pass_at has a baseline and a scale of its own; set it to 1, or leave this out",
+    ),
+    Rule("grpo.keep_by", is_("grpo.keep", None), "grpo.keep is null, which learns all; set it, or leave this out"),
 )
 
 
 def _passes(cfg: GRPORecipe) -> Passes:
     # With a single update the old policy is the one that is updated.
-    return Passes.of_drawing(cfg, old_policy=cfg.grpo.num_epochs * cfg.grpo.num_minibatches > 1)
+    is_off_policy = cfg.grpo.num_epochs * cfg.grpo.num_minibatches > 1
+    num_learnt = cfg.rollout.prompts_per_step * (cfg.grpo.keep or cfg.rollout.completions_per_prompt)
+    return Passes.of_drawing(cfg, old_policy=is_off_policy, num_learnt=num_learnt)
 
 
 SPEC = Spec(
