@@ -70,6 +70,19 @@ def test_padding_changes_nothing(seed, num_padding, garbage):
     assert torch.equal(padded.return_BT[:, :5], plain.return_BT) and not padded.return_BT[:, 5:].any()
 
 
+@given(seed=seeds, num_sequences=sizes, num_tokens=sizes, share=st.floats(0.05, 3))
+def test_a_lambda_by_length_is_that_of_each_row(seed, num_sequences, num_tokens, share):
+    reward_BT, value_BT, mask_BT = batch(seed, num_sequences, num_tokens)
+    found = advantages.gae_by_length(reward_BT, value_BT, mask_BT, 0.9, share)
+    for b, length in enumerate(mask_BT.sum(dim=1).tolist()):
+        lam = max(0.0, 1 - 1 / (share * max(1, length)))
+        twin = gae_twin(reward_BT[b, :length].tolist(), value_BT[b, :length].tolist(), 0.9, lam)
+        padding = [0.0] * (num_tokens - length)
+        assert found.advantage_BT[b].tolist() == pytest.approx(twin + padding, abs=1e-10)
+        returns = [a + v for a, v in zip(twin, value_BT[b, :length].tolist(), strict=True)]
+        assert found.return_BT[b].tolist() == pytest.approx(returns + padding, abs=1e-10)
+
+
 def test_the_two_ends_of_lambda_are_reward_to_go_and_one_step_error():
     reward_BT, value_BT, _ = batch(0, 2, 6)
     mask_BT = torch.ones(2, 6, dtype=torch.bool)

@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "variants.md"
 PROMISED = ("PPO", "dual-clip PPO", "REINFORCE++", "REINFORCE++-baseline", "GRPO", "Dr. GRPO", "RLOO", "DAPO", "GSPO")
 PROMISED += ("CISPO", "BNPO", "GDPO", "SAPO", "MaxRL", "GPG", "DPPO by total variation", "DPPO by binary KL", "GMPO")
 PROMISED += ("OPO", "GFPO", "pass@k", "IcePop", "off-policy sequence mask", "a fifth of the tokens")
+PROMISED += ("VC-PPO", "VAPO")
 PROMPTS = ["The film", "A story", "Once more", "They said"]
 SMALL = {
     "model.name": "tiny:llama",

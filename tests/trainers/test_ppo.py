@@ -1,6 +1,7 @@
 """PPO: the step is what the paper says, it learns, and the same seed gives the same weights."""
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -245,3 +246,39 @@ def test_bad_input_makes_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="wandb"):
         training(ppo_recipe(tmp_path, run={"report_to": ["wandb"]}), prompts=PROMPTS, rewards=[low_ids])
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_first_steps_may_train_the_critic_alone(tmp_path: Path) -> None:
+    state = Started(
+        ppo_recipe(tmp_path, ppo={"critic": "separate", "value_steps": 1}), prompts=PROMPTS, rewards=[low_ids]
+    )
+
+    def copied() -> dict[str, list[torch.Tensor]]:
+        return {name: [p.detach().clone() for p in module.parameters()] for name, module in state.modules.items()}
+
+    weights = [copied()]
+    for index in range(2):
+        assert state.step(state.batch(index), index).metrics["updates"] == 4
+        weights.append(copied())
+    for name, moved in (("policy", [False, True]), ("critic", [True, True])):
+        for (before, after), is_moved in zip(itertools.pairwise(weights), moved, strict=True):
+            equal = [torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True)]
+            assert all(equal) != is_moved
+
+
+@pytest.mark.parametrize("options", [{"lam_per_length": 0.3}, {"value_lam": 1.0}])
+def test_lambdas_of_advantages_and_of_values_are_apart(tmp_path: Path, options: dict[str, float]) -> None:
+    found = []
+    for given in ({}, options):
+        ppo = {"whiten_advantages": False, "lam": 0.5, "num_epochs": 1, "num_minibatches": 1, **given}
+        state, seen = Started(ppo_recipe(tmp_path, ppo=ppo), prompts=PROMPTS, rewards=[low_ids]), []
+        with torch.no_grad():
+            state.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
+        update = state.learner.update
+        state.learner.update = lambda batch, *rest, seen=seen, update=update: seen.append(batch) or update(batch, *rest)
+        state.step(state.data.train, 0)
+        found += seen
+    plain, apart = found
+    assert torch.equal(plain.old_value_BT, apart.old_value_BT)
+    assert torch.equal(plain.advantage_BT, apart.advantage_BT) == ("value_lam" in options)
+    assert torch.equal(plain.return_BT, apart.return_BT) == ("lam_per_length" in options)

@@ -59,6 +59,24 @@ def _gae_by_loop(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: fl
     return Advantages(advantage_BT, return_BT)
 
 
+def gae_by_length(
+    reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam_per_length: float
+) -> Advantages:
+    """As `gae`, with a lambda for each row: 1 - 1 / (`lam_per_length` l) for one of l tokens, at least 0.
+
+    The weights of the temporal differences then sum to about `lam_per_length` l, a share of the completion, however
+    long it is (VAPO, Yue et al. 2025, arXiv 2504.05118).
+    """
+    length_B = mask_BT.sum(dim=1)
+    advantage_BT, return_BT = torch.zeros_like(value_BT + reward_BT), torch.zeros_like(value_BT + reward_BT)
+    for length in length_B.unique().tolist():
+        rows_B = length_B == length
+        lam = max(0.0, 1 - 1 / (lam_per_length * max(1, length)))
+        found = gae(reward_BT[rows_B], value_BT[rows_B], mask_BT[rows_B], gamma, lam)
+        advantage_BT[rows_B], return_BT[rows_B] = found.advantage_BT, found.return_BT
+    return Advantages(advantage_BT, return_BT)
+
+
 def whiten(x_BT: Tensor, mask_BT: Tensor, shift_mean: bool = True) -> Tensor:
     """`x_BT` scaled to variance 1 and, with `shift_mean`, moved to mean 0, by the elements inside the mask.
 

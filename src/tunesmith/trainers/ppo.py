@@ -42,6 +42,7 @@ class PPO(PolicyStep):
     value_head: ScalarHead | None = None
     critic: Critic | None = None
     critic_process: CriticProcess | None = None
+    is_value_step: bool = False
 
     @classmethod
     def build(cls, task: PolicyTask, cfg: PolicyRecipe) -> Self:
@@ -72,6 +73,11 @@ class PPO(PolicyStep):
         """False: the rewards of the tokens have the log-probs of the old policy, so they are known before an update."""
         return False
 
+    def update(self, batch: PolicyBatch, index: int, drawn_per_row: float = 1.0) -> metrics.UpdateStats:
+        """As of `PolicyStep`; in the first `value_steps` the critic alone is updated."""
+        self.is_value_step = index < self.cfg.value_steps
+        return PolicyStep.update(self, batch, index, drawn_per_row)
+
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """All completions but those whose reward failed, each with its reward."""
         return Credit(scores.valid_PG, scores.total_PG)
@@ -100,7 +106,12 @@ class PPO(PolicyStep):
         reward_BT = kl.penalised_reward(advantage_B.to(kl_BT), kl_BT, mask_BT, self.kl_coef_in_reward)
         if cfg.whiten_rewards:
             reward_BT = advantages.whiten(reward_BT, mask_BT, shift_mean=False)
-        advantage_BT, return_BT = advantages.gae(reward_BT, value_BT, mask_BT, cfg.gamma, cfg.lam, by=cfg.gae)
+        known = reward_BT, value_BT, mask_BT, cfg.gamma
+        advantage_BT, return_BT = advantages.gae(*known, cfg.lam, by=cfg.gae)
+        if cfg.lam_per_length is not None:
+            advantage_BT = advantages.gae_by_length(*known, cfg.lam_per_length).advantage_BT
+        if cfg.value_lam is not None:
+            return_BT = advantages.gae(*known, cfg.value_lam, by=cfg.gae).return_BT
         if cfg.whiten_advantages:
             advantage_BT = advantages.whiten(advantage_BT, mask_BT)
         return PolicyBatch(sequences, old_logp_BT, reference_logp_BT, advantage_BT, value_BT, return_BT)
@@ -120,7 +131,8 @@ class PPO(PolicyStep):
         value, stats = value_loss.clipped(
             new.value_BT, micro.old_value_BT, micro.return_BT, mask_BT, size.num_tokens, cfg.value_clip
         )
-        return replace(found, loss=found.loss + cfg.value_coef * value, value=stats)
+        value = cfg.value_coef * value
+        return replace(found, loss=value if self.is_value_step else found.loss + value, value=stats)
 
     def forward(self, sequences: Sequences) -> TokenScores:
         """Log-probs, entropies and values of the completion tokens under the current weights."""

@@ -10,7 +10,7 @@ from pydantic import model_validator
 from tunesmith.config.policy_sections import KLSection, PolicyLossSection
 from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.config.rules import ONE_UPDATE, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
-from tunesmith.config.sections import Fraction, NonNegative, Positive, PositiveInt
+from tunesmith.config.sections import Fraction, NonNegative, NonNegativeInt, Positive, PositiveInt
 from tunesmith.config.spec import Passes, Spec
 
 
@@ -26,6 +26,13 @@ class PPOSection(PolicyLossSection):
     """Discount of later rewards."""
     lam: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
+    lam_per_length: Positive | None = None
+    """Lambda of the advantages of a completion of l tokens: 1 - 1 / (lam_per_length l), as VAPO has it with 0.05; null
+    is lam for all."""
+    value_lam: Fraction | None = None
+    """Lambda of the returns that the values are fitted to: VC-PPO and VAPO have 1; null is lam."""
+    value_steps: NonNegativeInt = 0
+    """First steps, which train the separate critic alone (VC-PPO's value pre-training)."""
     gae: Literal["auto", "loop"] = "auto"
     """Generalised advantage estimation of all completions at once, or token by token in Python, with equal results."""
     whiten_advantages: bool = True
@@ -47,6 +54,15 @@ class PPOSection(PolicyLossSection):
             )
         if self.critic == "none" and self.lam != 1:
             raise ValueError(f"lam is {self.lam}, which weighs values, but critic is none; set lam: 1.0")
+        if self.critic == "none" and self.lam_per_length is not None:
+            raise ValueError(
+                f"lam_per_length is {self.lam_per_length}, which weighs values, but critic is none; set it to null"
+            )
+        if self.critic != "separate" and self.value_steps:
+            raise ValueError(
+                f"value_steps is {self.value_steps}, but critic is {self.critic}, and only a separate one can be "
+                "trained alone; set critic: separate, or value_steps: 0"
+            )
         return self
 
 
@@ -70,9 +86,14 @@ class PPORecipe(PolicyRecipe):
 PPO_RULES: tuple[Rule, ...] = (
     *policy_rules("ppo"),
     Rule(
-        "ppo.value_clip ppo.value_coef",
+        "ppo.value_clip ppo.value_coef ppo.value_lam",
         is_("ppo.critic", "none"),
         "ppo.critic is none, so there are no values; set shared or separate, or leave this out",
+    ),
+    Rule(
+        "ppo.lam",
+        lambda v: v["ppo.lam_per_length"] is not None and v["ppo.value_lam"] is not None,
+        "ppo.lam_per_length and ppo.value_lam are set, which are used in its place; leave this out",
     ),
     Rule("ppo.value_clip", is_updated_once("ppo"), ONE_UPDATE.replace("the ratio to", "the KL to")),
 )
