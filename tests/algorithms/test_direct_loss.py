@@ -1,3 +1,4 @@
+import cmath
 import math
 from statistics import fmean
 
@@ -20,6 +21,14 @@ SETTINGS = {
     "robust": DPOSection(loss="robust", beta=0.3, label_smoothing=0.1),
     "hinge": DPOSection(loss="hinge", beta=0.3),
     "ipo": DPOSection(loss="ipo", beta=0.4),
+    "sigmoid_norm": DPOSection(loss="sigmoid_norm", beta=0.4),
+    "exo_pair": DPOSection(loss="exo_pair", beta=0.3, label_smoothing=0.1),
+    "nca_pair": DPOSection(loss="nca_pair", beta=0.3),
+    "bco_pair": DPOSection(loss="bco_pair", beta=0.3),
+    "sppo_hard": DPOSection(loss="sppo_hard", beta=0.3),
+    "apo_zero": DPOSection(loss="apo_zero", beta=0.3),
+    "apo_down": DPOSection(loss="apo_down", beta=0.3),
+    "discopop": DPOSection(loss="discopop", beta=0.3, discopop_tau=0.4),
     "simpo": DPOSection(loss="simpo", beta=2.0, simpo_gamma=0.8),
     "smoothed simpo": DPOSection(loss="simpo", beta=2.0, label_smoothing=0.2),
     "orpo": DPOSection(loss="orpo", beta=0.5),
@@ -76,7 +85,32 @@ def twin(name, cfg, logps, references, lengths):
         ratio = (p / (1 - p)) / (q / (1 - q))
         pull = beta / (1 + ratio)
         return -a / m + beta * math.log1p(1 / ratio), (-1 - pull / (1 - p)) / m, pull / (1 - q) / n
-    raise AssertionError(name)
+    return relative(name, cfg, (a - references[0]) * beta, (b - references[1]) * beta, lengths)
+
+
+def relative(name, cfg, x, y, lengths):
+    """`twin` of the losses of two rewards `x` and `y`, with derivatives by a step along the imaginary axis."""
+
+    def s(number):
+        return 1 / (1 + cmath.exp(-number))
+
+    def value(x, y):
+        e, beta = cfg.label_smoothing, cfg.beta
+        q, w = s(x - y), s((x - y) / cfg.discopop_tau)
+        return {
+            "sigmoid_norm": lambda: -cmath.log(s(x / lengths[0] - y / lengths[1])),
+            "exo_pair": lambda: q * cmath.log(q / (1 - e)) + (1 - q) * cmath.log((1 - q) / e),
+            "nca_pair": lambda: -cmath.log(s(x)) - 0.5 * cmath.log(1 - s(x)) - 0.5 * cmath.log(1 - s(y)),
+            "bco_pair": lambda: -cmath.log(s(x)) - cmath.log(1 - s(y)),
+            "sppo_hard": lambda: (x / beta - 0.5 / beta) ** 2 + (y / beta + 0.5 / beta) ** 2,
+            "apo_zero": lambda: 1 - s(x) + s(y),
+            "apo_down": lambda: s(x) + 1 - s(x - y),
+            "discopop": lambda: -(1 - w) * cmath.log(s(x - y)) + w * cmath.exp(y - x),
+        }[name]()
+
+    step = 1e-30j
+    slopes = (value(x + step, y).imag / 1e-30, value(x, y + step).imag / 1e-30)
+    return value(x, y).real, cfg.beta * slopes[0], cfg.beta * slopes[1]
 
 
 def rao_kupper_twin(cfg, logps, references, tie):

@@ -52,6 +52,11 @@ def completion_inputs(mask_BT):
         DPOSection(loss="hinge", beta=0.3),
         DPOSection(loss="ipo", beta=0.4),
         DPOSection(loss="robust", beta=0.3, label_smoothing=0.1),
+        DPOSection(loss="exo_pair", beta=0.3, label_smoothing=0.1),
+        *(
+            DPOSection(loss=loss, beta=0.3)
+            for loss in ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+        ),
     ],
     ids=lambda cfg: cfg.loss,
 )
@@ -63,6 +68,7 @@ def test_losses_with_a_reference_equal_the_dpo_trainer(trl, cfg):
         _total_train_tokens=0,
         _tp_size=1,
         accelerator=accelerator(),
+        args=SimpleNamespace(discopop_tau=cfg.discopop_tau),
         aux_loss_enabled=False,
         beta=cfg.beta,
         f_divergence_type="reverse_kl",

@@ -7,7 +7,10 @@ from tunesmith.config.algorithms.dpo import DPOSection
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"loss": "ipo", "label_smoothing": 0.1}, "the loss ipo has none; set it to 0, or take one of robust, sigmoid"),
+        (
+            {"loss": "ipo", "label_smoothing": 0.1},
+            "the loss ipo has none; set it to 0, or take one of exo_pair",
+        ),
         ({"loss": "robust"}, "robust needs label_smoothing"),
         ({"label_smoothing": 0.5}, "less than 0.5"),
         ({"loss": "simpo", "ties": "rao_kupper"}, "for the loss sigmoid, not for simpo"),

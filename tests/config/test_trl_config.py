@@ -109,6 +109,16 @@ def test_vllm_in_the_process_gets_its_settings() -> None:
     assert without.rollout.backend == "native"
 
 
+def test_losses_and_selections_keep_their_meaning() -> None:
+    given = {"loss_type": "discopop", "discopop_tau": 0.1}
+    dpo: Any = trl_config.convert(given, "dpo").recipe
+    assert (dpo.dpo.loss, dpo.dpo.discopop_tau) == ("discopop", 0.1)
+    assert trl_config.convert({"loss_type": "apo_zero"}, "dpo").recipe.dpo.loss == "apo_zero"  # type: ignore[attr-defined]
+    given = {"top_entropy_quantile": 0.2, "off_policy_mask_threshold": 0.1, "num_iterations": 2}
+    grpo: Any = trl_config.convert(given, "grpo").recipe
+    assert (grpo.grpo.top_entropy_share, grpo.grpo.off_policy_mask) == (0.2, 0.1)
+
+
 def test_trl_s_defaults_hold_where_a_config_says_nothing() -> None:
     for algorithm, rate in {"grpo": 1e-6, "dpo": 1e-6, "sft": 2e-5, "reward": 1e-4}.items():
         recipe: Any = trl_config.convert({}, algorithm).recipe

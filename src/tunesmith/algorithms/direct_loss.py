@@ -85,6 +85,14 @@ def paired(pairs: PairLogps, settings: DPOSection, *, num_pairs: Denominator) ->
     - `hinge`: max(0, 1 - d) (Zhao et al. 2023, arXiv 2305.10425; Liu et al. 2023, arXiv 2309.06657).
     - `ipo`: (m[0] - m[1] - 1 / (2 beta))^2 with m = (logp - reference) / length, which makes completions of any length
       comparable, as TRL has it (Azar et al. 2023, arXiv 2310.12036, equation 17).
+    - `sigmoid_norm`: l of the difference of the rewards per token, as TRL has it.
+    - `exo_pair`: the KL divergence of (sigmoid(d), sigmoid(-d)) from (1 - e, e) (Ji et al. 2024, arXiv 2402.00856).
+    - `nca_pair`: l(r[0]) + l(-r[0]) / 2 + l(-r[1]) / 2 of the rewards r (Chen et al. 2024, arXiv 2402.05369).
+    - `bco_pair`: l(r[0]) + l(-r[1]) (Jung et al. 2024, arXiv 2404.04656, without its shift).
+    - `sppo_hard`: (r[0] - 1/2)^2 + (r[1] + 1/2)^2 over beta^2 (Wu et al. 2024, arXiv 2405.00675).
+    - `apo_zero`: sigmoid(-r[0]) + sigmoid(r[1]); `apo_down`: sigmoid(r[0]) + sigmoid(-d) (D'Oosterlinck et al. 2024,
+      arXiv 2408.06266).
+    - `discopop`: (1 - w) l(d) + w e^-d with w = sigmoid(d / discopop_tau) (Lu et al. 2024, arXiv 2406.08414).
     - `simpo`: as `sigmoid`, of d - gamma, without a reference (Meng et al. 2024, arXiv 2405.14734, equation 6).
     - `orpo`: -p[0] + beta l(o[0] - o[1]) without a reference, with the mean log-prob p of a token and the log odds
       o = p - log(1 - e^p) (Hong et al. 2024, arXiv 2403.07691, equation 6).
@@ -188,26 +196,52 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _loss(pairs: PairLogps, settings: DPOSection) -> Tensor:
     """loss_N of decided pairs."""
-    reward_SN, beta, smoothing = rewards(pairs, settings), settings.beta, settings.label_smoothing
-    difference_N = reward_SN[0] - reward_SN[1]
+    reward_SN, beta = rewards(pairs, settings), settings.beta
     match settings.loss:
-        case "hinge":
-            return (1 - difference_N).clamp(min=0)
         case "ipo":
             mean_SN = reward_SN / (beta * pairs.length_SN)
             return (mean_SN[0] - mean_SN[1] - 1 / (2 * beta)).square()
-        case "simpo":
-            difference_N = difference_N - settings.simpo_gamma
+        case "sigmoid_norm":
+            mean_SN = reward_SN / pairs.length_SN
+            return -logsigmoid(mean_SN[0] - mean_SN[1])
         case "orpo":
             mean_SN = pairs.logp_SN / pairs.length_SN
             odds_SN = mean_SN - _log_one_minus_exp(mean_SN)
             return -mean_SN[0] - beta * logsigmoid(odds_SN[0] - odds_SN[1])
         case _:
-            pass
+            return _loss_of_rewards(reward_SN[0], reward_SN[1], settings)
+
+
+def _loss_of_rewards(chosen_N: Tensor, rejected_N: Tensor, settings: DPOSection) -> Tensor:
+    difference_N, smoothing = chosen_N - rejected_N, settings.label_smoothing
     right_N, wrong_N = -logsigmoid(difference_N), -logsigmoid(-difference_N)
-    if settings.loss == "robust":
-        return ((1 - smoothing) * right_N - smoothing * wrong_N) / (1 - 2 * smoothing)
-    return (1 - smoothing) * right_N + smoothing * wrong_N
+    match settings.loss:
+        case "hinge":
+            return (1 - difference_N).clamp(min=0)
+        case "robust":
+            return ((1 - smoothing) * right_N - smoothing * wrong_N) / (1 - 2 * smoothing)
+        case "exo_pair":
+            share_N, other_N = torch.sigmoid(difference_N), torch.sigmoid(-difference_N)
+            return -share_N * (right_N + math.log1p(-smoothing)) - other_N * (wrong_N + math.log(smoothing))
+        case "nca_pair":
+            return -logsigmoid(chosen_N) - (logsigmoid(-chosen_N) + logsigmoid(-rejected_N)) / 2
+        case "bco_pair":
+            return -logsigmoid(chosen_N) - logsigmoid(-rejected_N)
+        case "sppo_hard":
+            return ((chosen_N - 0.5).square() + (rejected_N + 0.5).square()) / settings.beta**2
+        case "apo_zero":
+            return torch.sigmoid(-chosen_N) + torch.sigmoid(rejected_N)
+        case "apo_down":
+            return torch.sigmoid(chosen_N) + torch.sigmoid(-difference_N)
+        case "discopop":
+            mix_N = difference_N / settings.discopop_tau
+            exponential_N = (logsigmoid(mix_N) - difference_N).exp()  # w e^-d as one power, which does not overflow
+            return torch.sigmoid(-mix_N) * right_N + exponential_N
+        case _:
+            if settings.loss == "simpo":
+                right_N = -logsigmoid(difference_N - settings.simpo_gamma)
+                wrong_N = -logsigmoid(settings.simpo_gamma - difference_N)
+            return (1 - smoothing) * right_N + smoothing * wrong_N
 
 
 def _rao_kupper(pairs: PairLogps, settings: DPOSection) -> Tensor:

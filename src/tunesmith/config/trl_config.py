@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, get_args
 
+from tunesmith.config.algorithms.dpo import REFERENCE_FREE, DirectLoss
 from tunesmith.config.effects import ineffective
 from tunesmith.config.keys import did_you_mean
 from tunesmith.config.load import load_recipe
@@ -238,14 +239,16 @@ class _Conversion:
     def _dpo(self) -> dict[str, object]:
         f, losses = self.f, self.f["loss_type"]
         loss = losses if isinstance(losses, str) else "+".join(losses)
-        if loss not in ("sigmoid", "hinge", "ipo", "robust"):
-            raise ConfigError(f"loss_type is {loss}, which is not possible; allowed: sigmoid, hinge, ipo, robust")
+        known = sorted({*get_args(DirectLoss)} - {*REFERENCE_FREE, "kto"})  # under TRL's names
+        if loss not in known:
+            raise ConfigError(f"loss_type is {loss}, which is not possible; allowed: {', '.join(known)}")
         if f["truncation_mode"] == "keep_start":
             self.notes["truncation_mode"] = "rows longer than `max_length` are left out, not cut at their end"
         return {
             **self._pairs(),
             "pairs.truncate": "left" if f["truncation_mode"] == "keep_end" else "none",
             **{"dpo.loss": loss, "dpo.beta": f["beta"], "dpo.label_smoothing": f["label_smoothing"]},
+            "dpo.discopop_tau": f["discopop_tau"],
             **{"dpo.pairs_per_step": self.batch, "dpo.micro_batch_size": self.micro, "dpo.num_epochs": self._epochs()},
         }
 

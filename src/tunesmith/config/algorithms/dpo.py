@@ -12,12 +12,29 @@ from tunesmith.config.rules import NO_HEAD, Rule, is_not
 from tunesmith.config.sections import NonNegative, PairsSection, Positive, PositiveInt, Section
 from tunesmith.config.spec import Passes, Spec
 
-DirectLoss = Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "kto"]
+DirectLoss = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "ipo",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "simpo",
+    "orpo",
+    "kto",
+]
+"""Under TRL's names, where TRL has them."""
 
 REFERENCE_FREE: frozenset[DirectLoss] = frozenset({"simpo", "orpo"})
 """Losses without a reference model."""
 
-SMOOTHED: frozenset[DirectLoss] = frozenset({"sigmoid", "robust", "simpo"})
+SMOOTHED: frozenset[DirectLoss] = frozenset({"sigmoid", "robust", "exo_pair", "simpo"})
 """Losses that take `label_smoothing`."""
 
 
@@ -27,11 +44,15 @@ class DPOSection(Section):
     SHORTHAND = "loss"
 
     loss: DirectLoss = "sigmoid"
-    """DPO, IPO, SLiC's hinge, robust DPO, SimPO, ORPO, or KTO, which takes unpaired labels too."""
+    """DPO, alone or by the mean of a token; IPO, SLiC's hinge, robust DPO, EXO, NCA, BCO, SPPO, APO, DiscoPOP, SimPO,
+    ORPO, or KTO, which takes unpaired labels too."""
     beta: Positive = 0.1
     """Scale of the rewards, beta (log policy - log reference); IPO's tau, ORPO's lambda. For SimPO about 2."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5, allow_inf_nan=False)] = 0.0
-    """Assumed share of wrong votes: conservative DPO with `sigmoid` and `simpo`, unbiased with `robust`."""
+    """Assumed share of wrong votes: conservative DPO with `sigmoid` and `simpo`, unbiased with `robust`;
+    the target of `exo_pair`."""
+    discopop_tau: Positive = 0.05
+    """Temperature at which `discopop` mixes its two losses."""
     simpo_gamma: NonNegative = 0.5
     """Target margin between the rewards, for `simpo`."""
     ties: Literal["drop", "half", "rao_kupper"] = "drop"
@@ -59,8 +80,8 @@ class DPOSection(Section):
                 f"label_smoothing is {self.label_smoothing:g}, but the loss {self.loss} has none; set it to 0, or take "
                 f"one of {', '.join(sorted(SMOOTHED))}"
             )
-        if self.loss == "robust" and not self.label_smoothing:
-            raise ValueError("robust needs label_smoothing, the share of votes that are wrong, for example 0.1")
+        if self.loss in ("robust", "exo_pair") and not self.label_smoothing:
+            raise ValueError(f"{self.loss} needs label_smoothing, the share of votes that are wrong, for example 0.1")
         if self.ties == "rao_kupper" and self.loss != "sigmoid":
             raise ValueError(f"ties: rao_kupper is a model of votes for the loss sigmoid, not for {self.loss}")
         if self.ties == "half" and self.loss == "kto":
@@ -90,6 +111,11 @@ class DPORecipe(Recipe):
 
 
 DPO_RULES: tuple[Rule, ...] = (
+    Rule(
+        "dpo.discopop_tau",
+        is_not("dpo.loss", "discopop"),
+        "it is a temperature of dpo.loss discopop; set that, or leave this out",
+    ),
     Rule(
         "dpo.simpo_gamma",
         is_not("dpo.loss", "simpo"),
