@@ -23,7 +23,7 @@ from tunesmith.trainers import resume as _resume
 from tunesmith.trainers.api import Inputs, Listener
 from tunesmith.trainers.setup import RunResult
 
-__all__ = ["RunResult", "best_of_n", "distill", "dpo", "grpo", "ppo", "resume", "reward", "sft"]
+__all__ = ["RunResult", "best_of_n", "distill", "dpo", "grpo", "online_dpo", "ppo", "resume", "reward", "sft"]
 
 Prompts = str | Path | Iterable[PromptLike]
 Rewards = RewardLike | Sequence[RewardLike]
@@ -87,6 +87,24 @@ def best_of_n(
     """Train a policy on the best of n completions by the reward. Arguments, result and errors are those of `ppo`."""
     given = {**overrides, "model": model, "run.steps": steps}
     return _train_policy("best_of_n", prompts, reward, recipe, config, given, progress)
+
+
+def online_dpo(
+    *,
+    model: str | None = None,
+    prompts: Prompts | None = None,
+    reward: Rewards | None = None,
+    recipe: str | None = None,
+    config: str | None = None,
+    steps: int | None = None,
+    progress: bool = True,
+    **overrides: object,
+) -> RunResult:
+    """Train a policy by DPO on pairs of its own completions, which the reward compares. Arguments, result and errors
+    are those of `ppo`.
+    """
+    given = {**overrides, "model": model, "run.steps": steps}
+    return _train_policy("online_dpo", prompts, reward, recipe, config, given, progress)
 
 
 def distill(

@@ -310,6 +310,9 @@ def test_a_baseline_weighted_by_lengths_equals_its_twin(seed, num_prompts, num_c
         baseline = math.fsum(r * n for r, n in known) / max(1, sum(n for _, n in known))
         twin = [float(r) - baseline if ok and not is_flat else 0.0 for r, ok in zip(reward_PG[p], mask, strict=True)]
         assert found_PG[p].tolist() == pytest.approx(twin, abs=1e-9)
+    by_std = advantages.group_relative(reward_PG, valid_PG, **{**options, "scale": "group"}).advantage_PG
+    for p, mask in enumerate(valid_PG):
+        torch.testing.assert_close(by_std[p], found_PG[p] / (spread(reward_PG[p][mask].tolist()) + 1e-4))
     with pytest.raises(InputError, match="length_PG"):
         advantages.group_relative(reward_PG, valid_PG, baseline="length_weighted")
 

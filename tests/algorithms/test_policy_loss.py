@@ -163,6 +163,8 @@ def test_every_loss_gradient_and_statistic_equals_the_twin(seed, cfg, normalizat
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, spread=0.8)
     if cfg.surrogate.startswith("dppo"):  # these need probabilities below 1
         logp_BT, old_logp_BT = logp_BT.detach().clamp(max=-1e-3).requires_grad_(), old_logp_BT.clamp(max=-1e-3)
+    if cfg.surrogate == "gmpo":  # whose completions have one advantage
+        advantage_BT = advantage_BT[:, :1].expand_as(mask_BT)
     denominator = policy_loss.loss_denominator(normalization, mask_BT, whole_step(mask_BT), max_tokens)
     loss, stats = surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
     (gradient_BT,) = grad(loss, logp_BT)
@@ -363,6 +365,17 @@ def test_gmpo_equals_trl(trl_gmpo_loss, seed):
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
     assert stats.metrics()["policy/clipfrac_avg"] > 0
+
+
+def test_a_token_of_weight_zero_is_clipped_in_gmpo_as_the_others_are():
+    log_ratio_BT = torch.tensor([[0.9, -0.1, 0.0]], dtype=torch.float64)
+    cfg = section(0.2, 0.4, surrogate="gmpo")
+    found = []
+    for weight in (0.0, 1e-12):
+        advantage_BT = torch.tensor([[weight, 1.0, 1.0]], dtype=torch.float64)
+        mask_BT = torch.ones_like(advantage_BT, dtype=torch.bool)
+        found.append(surrogate(log_ratio_BT, torch.zeros_like(log_ratio_BT), advantage_BT, mask_BT, 3.0, cfg)[0].item())
+    assert found == pytest.approx([-2 * math.exp(0.1) / 3] * 2, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])

@@ -203,7 +203,8 @@ def test_the_algorithm_is_known_from_its_key_or_its_sections() -> None:
     assert algorithm_of(parse("prompts: films\nppo: {}", "f"), "f") == "ppo"
     for text in ("model: smollm2", "pairs: votes.jsonl", "prompts: films"):
         with pytest.raises(
-            ConfigError, match=r"add `algorithm: sft \| reward \| dpo \| ppo \| grpo \| best_of_n \| distill \| live`"
+            ConfigError,
+            match=r"add `algorithm: sft \| reward \| dpo \| online_dpo \| ppo \| grpo \| best_of_n \| distill \| live`",
         ):
             algorithm_of(parse(text, "f"), "f")
     with pytest.raises(ConfigError, match="did you mean ppo"):

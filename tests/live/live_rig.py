@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes import _merged
+from recipes import merged
 
 from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.live import loop as live
@@ -42,7 +42,7 @@ def live_recipe(folder: Path, **sections: Any) -> LiveRecipe:
         },
         "run": {"num_threads": 1},
     }
-    return LiveRecipe.model_validate(_merged(base, sections))
+    return LiveRecipe.model_validate(merged(base, sections))
 
 
 @contextmanager

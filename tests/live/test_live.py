@@ -21,7 +21,7 @@ from tunesmith.core.trace import watching
 from tunesmith.live import loop as live
 from tunesmith.live.folder import open_folder
 from tunesmith.live.loop import Loop
-from tunesmith.live.online_dpo import OnlineDPO
+from tunesmith.live.vote_dpo import VoteDPO
 from tunesmith.live.votes import VotedPair
 from tunesmith.profiling.hang import report
 from tunesmith.runs.folder import MEASURED
@@ -297,13 +297,13 @@ def test_votes_that_waited_at_a_command_are_learnt_from_after_a_restart(tmp_path
 
 
 def test_too_many_updates_that_are_not_finite_end_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_votes = OnlineDPO.micro_batch_loss
+    of_votes = VoteDPO.micro_batch_loss
 
-    def not_finite(self: OnlineDPO, *given: Any, **options: Any) -> Any:
+    def not_finite(self: VoteDPO, *given: Any, **options: Any) -> Any:
         loss, *rest = of_votes(self, *given, **options)
         return loss * torch.nan, *rest
 
-    monkeypatch.setattr(OnlineDPO, "micro_batch_loss", not_finite)
+    monkeypatch.setattr(VoteDPO, "micro_batch_loss", not_finite)
     folder = tmp_path / "live"
     cfg = live_recipe(folder, optimizer={"max_refused_steps": 3}, live={"replay": 0.0})
     with looping(cfg) as loop, voters(folder) as people:

@@ -29,7 +29,7 @@ def ppo_recipe(tmp_path: Path, **sections: Any) -> PPORecipe:
         "optimizer": {"learning_rate": 1e-3},
         "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
     }
-    return PPORecipe.model_validate(_merged(base, sections))
+    return PPORecipe.model_validate(merged(base, sections))
 
 
 def grpo_recipe(tmp_path: Path, **sections: Any) -> GRPORecipe:
@@ -41,7 +41,7 @@ def grpo_recipe(tmp_path: Path, **sections: Any) -> GRPORecipe:
         "optimizer": {"learning_rate": 1e-3},
         "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
     }
-    return GRPORecipe.model_validate(_merged(base, sections))
+    return GRPORecipe.model_validate(merged(base, sections))
 
 
 def best_of_n_recipe(tmp_path: Path, **sections: Any) -> BestOfNRecipe:
@@ -53,7 +53,7 @@ def best_of_n_recipe(tmp_path: Path, **sections: Any) -> BestOfNRecipe:
         "optimizer": {"learning_rate": 1e-3},
         "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
     }
-    return BestOfNRecipe.model_validate(_merged(base, sections))
+    return BestOfNRecipe.model_validate(merged(base, sections))
 
 
 def distill_recipe(tmp_path: Path, **sections: Any) -> DistillRecipe:
@@ -65,7 +65,7 @@ def distill_recipe(tmp_path: Path, **sections: Any) -> DistillRecipe:
         "optimizer": {"learning_rate": 1e-3},
         "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
     }
-    return DistillRecipe.model_validate(_merged(base, sections))
+    return DistillRecipe.model_validate(merged(base, sections))
 
 
 def reward_recipe(tmp_path: Path, **sections: Any) -> RewardRecipe:
@@ -76,7 +76,7 @@ def reward_recipe(tmp_path: Path, **sections: Any) -> RewardRecipe:
         "optimizer": {"learning_rate": 3e-3},
         "run": {"dir": str(tmp_path / "runs"), "num_threads": 1},
     }
-    return RewardRecipe.model_validate(_merged(base, sections))
+    return RewardRecipe.model_validate(merged(base, sections))
 
 
 def dpo_recipe(tmp_path: Path, **sections: Any) -> DPORecipe:
@@ -87,7 +87,7 @@ def dpo_recipe(tmp_path: Path, **sections: Any) -> DPORecipe:
         "optimizer": {"learning_rate": 1e-3},
         "run": {"dir": str(tmp_path / "runs"), "num_threads": 1},
     }
-    return DPORecipe.model_validate(_merged(base, sections))
+    return DPORecipe.model_validate(merged(base, sections))
 
 
 def sft_recipe(tmp_path: Path, **sections: Any) -> SFTRecipe:
@@ -99,7 +99,7 @@ def sft_recipe(tmp_path: Path, **sections: Any) -> SFTRecipe:
         "optimizer": {"learning_rate": 1e-2},
         "run": {"dir": str(tmp_path / "runs"), "num_threads": 1},
     }
-    return SFTRecipe.model_validate(_merged(base, sections))
+    return SFTRecipe.model_validate(merged(base, sections))
 
 
 def demonstrations(count: int = 48) -> list[dict[str, object]]:
@@ -124,7 +124,7 @@ def pairs(count: int = 48) -> list[Pair]:
     ]
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     both = {key: {**base[key], **over[key]} for key in base.keys() & over.keys() if isinstance(over[key], dict)}
     return {**base, **over, **both}
 

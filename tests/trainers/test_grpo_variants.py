@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from grpo_oracle import Recorder
-from grpo_steps import build, checked_step, low_ids, low_share, weights_of
+from grpo_steps import build, checked_step, low_ids, low_share, moved_apart, weights_of
 from recipes import PROMPTS, groups_of, grpo_recipe
 
 from tunesmith.config.sections import RewardSource
+from tunesmith.rewards.scorer import Scores
 
 
 @pytest.mark.parametrize(
@@ -143,3 +144,39 @@ def test_a_group_smaller_than_what_is_kept_or_counted_is_refused(tmp_path: Path)
     ):
         with pytest.raises(ValueError, match=message):
             grpo_recipe(tmp_path, grpo=options)
+
+
+def test_groups_whose_sets_are_all_right_or_all_wrong_are_left_out(tmp_path: Path) -> None:
+    """Of four completions, any two have a right one unless three are wrong."""
+    state = build(grpo_recipe(tmp_path, grpo={"pass_at": 2, "kl": {"coef": 0.0}}))
+    right_PG = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0] * 4])
+    scores = Scores(right_PG, {}, torch.ones_like(right_PG, dtype=torch.bool))
+    assert state.learner.differing(scores, scores.valid_PG).tolist() == [False, True, False]
+
+
+def test_dppo_compares_with_the_log_probs_that_the_engine_recorded(tmp_path: Path) -> None:
+    """Also after the weights have moved since: a bound of nearly 0 then cuts every token that moved the wrong way."""
+    found = {}
+    for surrogate in ("dppo_tv", "clip"):
+        options = {"surrogate": surrogate, "kl": {"coef": 0.0}, "clip_low": 1e-6, "clip_high": 1e-6}
+        state = build(grpo_recipe(tmp_path, grpo=options))
+        draw = state.learner.rollouts.engine.generate
+
+        def older(*given: Any, draw: Any = draw, state: Any = state, **more: Any) -> Any:
+            groups = draw(*given, **more)
+            moved_apart(state)
+            return groups
+
+        object.__setattr__(state.learner.rollouts, "engine", Wrapped(state.learner.rollouts.engine, older))
+        found[surrogate] = state.step(state.data.train, 0).metrics["policy/clipfrac_avg"]
+    assert found["clip"] == 0 and 0.2 < found["dppo_tv"] < 0.8
+
+
+class Wrapped:
+    """An engine with another `generate`."""
+
+    def __init__(self, engine: Any, generate: Any) -> None:
+        self._engine, self.generate = engine, generate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

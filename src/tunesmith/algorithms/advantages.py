@@ -138,7 +138,8 @@ def group_relative(
         weight_PG = kept(length_PG.to(reward_PG), valid_PG)
         baseline_P1 = (weight_PG * reward_PG).sum(dim=1, keepdim=True) / weight_PG.sum(dim=1, keepdim=True).clamp(min=1)
     advantage_PG = kept(reward_PG - baseline_P1, valid_PG & varies_P1)
-    std_P1 = ((advantage_PG.square().sum(dim=1, keepdim=True)) / (num_P1 - 1).clamp(min=1)).sqrt()
+    gap_PG = advantage_PG if baseline != "length_weighted" else kept(reward_PG - mean_P1, valid_PG & varies_P1)
+    std_P1 = ((gap_PG.square().sum(dim=1, keepdim=True)) / (num_P1 - 1).clamp(min=1)).sqrt()
     if baseline == "leave_one_out":
         advantage_PG = advantage_PG * num_P1 / (num_P1 - 1).clamp(min=1)
     if scale == "group":

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tunesmith.algorithms.sums import Sums
-from tunesmith.config.algorithms.dpo import DPOSection
+from tunesmith.config.algorithms.dpo import DirectLossSection, DPOSection
 from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, total
 
 
@@ -73,7 +73,7 @@ class DirectStats(Sums):
         return metrics
 
 
-def paired(pairs: PairLogps, settings: DPOSection, *, num_pairs: Denominator) -> tuple[Tensor, DirectStats]:
+def paired(pairs: PairLogps, settings: DirectLossSection, *, num_pairs: Denominator) -> tuple[Tensor, DirectStats]:
     """Scalar loss, differentiable through `logp_SN`, and detached statistics.
 
     With the difference d of the two `rewards`, l = -log sigmoid and the label smoothing e, a pair costs
@@ -108,9 +108,12 @@ def paired(pairs: PairLogps, settings: DPOSection, *, num_pairs: Denominator) ->
     check_shapes(**{"logp_SN[0]": pairs.logp_SN[0], "tie_N": pairs.tie_N})
     check_denominator("num_pairs", num_pairs)
     pairs = _widened(pairs)
-    loss_N = _rao_kupper(pairs, settings) if settings.ties == "rao_kupper" else _loss(pairs, settings)
-    if pairs.tie_N is not None and settings.ties != "rao_kupper":
-        loss_N = torch.where(pairs.tie_N, 0.5 * (loss_N + _loss(pairs.swapped(), settings)), loss_N)
+    if isinstance(settings, DPOSection) and settings.ties == "rao_kupper":
+        loss_N = _rao_kupper(pairs, settings)
+    else:
+        loss_N = _loss(pairs, settings)
+        if pairs.tie_N is not None:
+            loss_N = torch.where(pairs.tie_N, 0.5 * (loss_N + _loss(pairs.swapped(), settings)), loss_N)
     reward_SN, logp_SN = rewards(pairs, settings).detach(), pairs.logp_SN.detach()
     decided_N = torch.ones_like(loss_N, dtype=torch.bool) if pairs.tie_N is None else ~pairs.tie_N
     return loss_N.sum() / num_pairs, DirectStats(
@@ -127,7 +130,7 @@ def paired(pairs: PairLogps, settings: DPOSection, *, num_pairs: Denominator) ->
     )
 
 
-def rewards(pairs: PairLogps, settings: DPOSection) -> Tensor:
+def rewards(pairs: PairLogps, settings: DirectLossSection) -> Tensor:
     """reward_SN that `rewards/*` report: beta (logp - reference), or beta times the mean log-prob without reference."""
     if settings.needs_reference:
         assert pairs.reference_SN is not None
@@ -194,7 +197,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _loss(pairs: PairLogps, settings: DPOSection) -> Tensor:
+def _loss(pairs: PairLogps, settings: DirectLossSection) -> Tensor:
     """loss_N of decided pairs."""
     reward_SN, beta = rewards(pairs, settings), settings.beta
     match settings.loss:
@@ -212,7 +215,7 @@ def _loss(pairs: PairLogps, settings: DPOSection) -> Tensor:
             return _loss_of_rewards(reward_SN[0], reward_SN[1], settings)
 
 
-def _loss_of_rewards(chosen_N: Tensor, rejected_N: Tensor, settings: DPOSection) -> Tensor:
+def _loss_of_rewards(chosen_N: Tensor, rejected_N: Tensor, settings: DirectLossSection) -> Tensor:
     difference_N, smoothing = chosen_N - rejected_N, settings.label_smoothing
     right_N, wrong_N = -logsigmoid(difference_N), -logsigmoid(-difference_N)
     match settings.loss:

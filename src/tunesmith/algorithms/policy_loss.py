@@ -16,7 +16,7 @@ from tunesmith.algorithms.kl import penalty
 from tunesmith.algorithms.sums import Sums
 from tunesmith.config.policy_sections import KLSection, Level, Normalization, PolicyLossSection
 from tunesmith.config.sections import ImportanceSection
-from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, kept, shared_out, total
+from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, kept, shared_out, total, widened
 from tunesmith.kernels.native import shared
 from tunesmith.kernels.policy_loss.api import fused_policy_loss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
@@ -181,7 +181,8 @@ def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]
         case "gmpo":
             log_ratio_BT = kept(tokens.logp_BT, mask_BT) - kept(tokens.old_logp_BT.detach(), mask_BT)
             up_BT, down_BT = log_ratio_BT.clamp(max=terms.clip_high), log_ratio_BT.clamp(min=-terms.clip_low)
-            bounded_BT = torch.where(advantage_BT > 0, up_BT, down_BT)
+            # The sign is the completion's: an importance weight of 0 takes a token's gradient, not its sign.
+            bounded_BT = torch.where(advantage_BT.sum(dim=1, keepdim=True) > 0, up_BT, down_BT)
             mean_B1 = bounded_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
             gain_BT = mean_B1.exp() * advantage_BT
         case _:
@@ -240,8 +241,9 @@ def learnt_advantages(
     """
     mask_BT = mask_BT.bool()
     if section.top_entropy_share < 1 and mask_BT.any():
-        least = torch.quantile(entropy_BT.detach()[mask_BT].float(), 1 - section.top_entropy_share)
-        advantage_BT = kept(advantage_BT, entropy_BT.detach() >= least)
+        entropy_BT = widened(entropy_BT.detach())
+        least = torch.quantile(entropy_BT[mask_BT], 1 - section.top_entropy_share)
+        advantage_BT = kept(advantage_BT, entropy_BT >= least)
     if section.off_policy_mask is not None:
         fallen_BT = kept(drawn_logp_BT.detach(), mask_BT) - kept(logp_BT.detach(), mask_BT)
         fallen_B1 = fallen_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)

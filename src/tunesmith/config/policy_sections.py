@@ -81,8 +81,8 @@ class PolicyLossSection(UpdateSection):
     """Mean over all tokens of the update; over completions, of the mean or the sum of their tokens; sum divided by
     completions x max_new_tokens; or mean over micro-batches of means over tokens."""
     off_policy_mask: Positive | None = None
-    """Leave out completions with a negative advantage whose log-prob has fallen by more nats per token than this since
-    they were drawn (DeepSeek-V3.2); null is off."""
+    """Leave out what has a negative advantage in completions whose log-prob has fallen by more nats per token than this
+    since they were drawn (DeepSeek-V3.2); null is off."""
     top_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the tokens of a micro-batch, those of highest entropy, that the surrogate learns (Wang et al. 2025 have
     0.2)."""
@@ -90,6 +90,13 @@ class PolicyLossSection(UpdateSection):
     """Weight of the entropy bonus, a mean over tokens."""
     target_kl: Positive | None = None
     """Stop the updates of a rollout once the KL per token to its own policy exceeds this; null is off."""
+
+    @property
+    def is_divergence_bound(self) -> bool:
+        """True if the surrogate is DPPO's, whose ratio and bounds are to the engine's log-probs, not to a pass of the
+        old policy.
+        """
+        return self.surrogate in ("dppo_tv", "dppo_kl")
 
     @model_validator(mode="after")
     def _check_level(self) -> "PolicyLossSection":

@@ -60,10 +60,12 @@ def is_updated_once(section: str) -> Callable[[Values], bool]:
 
 
 _NO_KL = "{section}.kl.coef is 0, so there is no KL; set it, or leave this out"
+NO_RATIO = "the ratio to the old policy is 1"
 ONE_UPDATE = (
     "{section}.num_epochs and {section}.num_minibatches are 1, so that each rollout is used for one update, in which "
-    "the ratio to the old policy is 1; set one of them to 2 or more, or leave this out"
+    f"{NO_RATIO}; set one of them to 2 or more, or leave this out"
 )
+NO_KL_YET = ONE_UPDATE.replace(NO_RATIO, "the KL to the old policy is 0")
 _NO_LORA = "model.lora.rank is 0, which trains the weights themselves; set the rank, or leave this out"
 
 
@@ -197,12 +199,16 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
         ),
         Rule(
             f"{section}.clip_low {section}.clip_high {section}.dual_clip {section}.surrogate",
-            is_updated_once(section),
+            lambda v: is_updated_once(section)(v) and v[f"{section}.surrogate"] not in ("dppo_tv", "dppo_kl", "gmpo"),
             ONE_UPDATE,
             warns=True,
         ),
-        Rule(f"{section}.off_policy_mask", is_updated_once(section), ONE_UPDATE, warns=True),
-        Rule(f"{section}.target_kl", is_updated_once(section), ONE_UPDATE.replace("the ratio to", "the KL to")),
+        Rule(
+            f"{section}.importance_sampling_level",
+            is_(f"{section}.surrogate", "log_prob"),
+            "{section}.surrogate is log_prob, which has no ratio; leave this out",
+        ),
+        Rule(f"{section}.target_kl", is_updated_once(section), NO_KL_YET),
     )
 
 

@@ -13,7 +13,7 @@ Loading, `--help`, flags, the reference page and suggestions for misspelt keys r
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 
-from tunesmith.config.algorithms import best_of_n, distill, dpo, grpo, ppo, reward, sft
+from tunesmith.config.algorithms import best_of_n, distill, dpo, grpo, online_dpo, ppo, reward, sft
 from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.config.recipe import Recipe
 from tunesmith.config.spec import Spec
@@ -71,7 +71,7 @@ class Recipes(Mapping[str, type[Recipe]]):
         return len(SPECS) + 1
 
 
-SPECS = Specs(*(module.SPEC for module in (sft, reward, dpo, ppo, grpo, best_of_n, distill)))
+SPECS = Specs(*(module.SPEC for module in (sft, reward, dpo, online_dpo, ppo, grpo, best_of_n, distill)))
 """The algorithms of `tunesmith train`."""
 
 RECIPES = Recipes()

@@ -22,10 +22,10 @@ from tunesmith.data import sets
 from tunesmith.data.prompts import PromptLike
 from tunesmith.live.folder import LiveFolder, open_folder
 from tunesmith.live.offers import Offers, Rollout
-from tunesmith.live.online_dpo import NUM_STEPS, OnlineDPO
 from tunesmith.live.reward import RewardUpdate
 from tunesmith.live.timing import announce_update
 from tunesmith.live.versions import CheckResult, Position, Versions, check
+from tunesmith.live.vote_dpo import NUM_STEPS, VoteDPO
 from tunesmith.live.votes import VotedPair, VoteMemory
 from tunesmith.models.language_model import model_of_recipe
 from tunesmith.models.load import load_policy
@@ -85,7 +85,7 @@ class Loop:
     """
 
     cfg: LiveRecipe
-    learner: OnlineDPO
+    learner: VoteDPO
     offers: Offers
     memory: VoteMemory
     folder: LiveFolder
@@ -374,7 +374,7 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
     freeze_lower_layers(model, cfg.model.num_trainable_layers)
     optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS, kernels=policy.kernels)
     controller = kl.Controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0)
-    learner = OnlineDPO(cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature)
+    learner = VoteDPO(cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature)
     engine = engine_for(cfg.rollout, policy, tokenizer, lambda: learner.optimizer)  # a rollback replaces it
     offers = Offers(cfg, found, engine, reference, tokenizer)
     cut = {one.content: one.token_ids for one in (*found.train, *found.heldout) if one.token_ids is not None}

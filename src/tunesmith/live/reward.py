@@ -14,7 +14,7 @@ from tunesmith.core.seeds import Groups, derive, permutation_of_groups
 from tunesmith.core.trace import span
 from tunesmith.data.collate import EncodedPair
 from tunesmith.live.offers import Offers
-from tunesmith.live.online_dpo import NUM_STEPS, OnlineDPO
+from tunesmith.live.vote_dpo import NUM_STEPS, VoteDPO
 from tunesmith.live.votes import VotedPair, VoteMemory
 from tunesmith.models.load import new_reward_model
 from tunesmith.models.loaded import freeze_lower_layers, keep_lower_layers
@@ -38,7 +38,7 @@ class RewardUpdate:
     """
 
     cfg: LiveRecipe
-    learner: OnlineDPO
+    learner: VoteDPO
     offers: Offers
     memory: VoteMemory
     reward: Reward = field(init=False)

@@ -2,7 +2,7 @@
 
 from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.live.offers import Offers
-from tunesmith.live.online_dpo import OnlineDPO
+from tunesmith.live.vote_dpo import VoteDPO
 from tunesmith.live.votes import VoteMemory
 from tunesmith.trainers.work import Rows, Work, announce_time, trial, trial_engine
 
@@ -18,7 +18,7 @@ def _num_drawn(cfg: LiveRecipe, num_prompts: int) -> tuple[int, int]:
 
 
 def announce_update(
-    learner: OnlineDPO, offers: Offers, memory: VoteMemory, number: int, cost: Work | None = None
+    learner: VoteDPO, offers: Offers, memory: VoteMemory, number: int, cost: Work | None = None
 ) -> Work:
     """Print to stderr about how long update `number`, on the fresh votes, takes; returns the cost of each kind of work,
     by a trial of a few seconds unless it is given.
@@ -32,7 +32,7 @@ def announce_update(
     return cost
 
 
-def update_work(cfg: LiveRecipe, learner: OnlineDPO, offers: Offers, memory: VoteMemory) -> Work:
+def update_work(cfg: LiveRecipe, learner: VoteDPO, offers: Offers, memory: VoteMemory) -> Work:
     """The work of an update on the fresh votes: its steps, its check, and the completions that are offered next."""
     rows, section = _rows(cfg, offers), cfg.live
     num_fresh = min(len(memory.fresh), section.max_votes_per_update)

@@ -16,7 +16,7 @@ from tunesmith.core.log import get_logger
 from tunesmith.core.trace import span
 from tunesmith.evaluation.statistics import mcnemar, proportion_interval
 from tunesmith.live.folder import LiveFolder
-from tunesmith.live.online_dpo import OnlineDPO
+from tunesmith.live.vote_dpo import VoteDPO
 from tunesmith.live.votes import VotedPair
 from tunesmith.models.export import ModelCard
 from tunesmith.models.load import load_policy
@@ -97,7 +97,7 @@ class Versions:
     """
 
     cfg: LiveRecipe
-    learner: OnlineDPO
+    learner: VoteDPO
     folder: LiveFolder
     identity: Mapping[str, str]
     position: Position = field(default_factory=Position)

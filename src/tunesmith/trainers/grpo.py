@@ -87,6 +87,8 @@ class GRPO(PolicyStep):
 
     def differing(self, scores: Scores, compared_PG: torch.Tensor) -> torch.Tensor:
         """True for each group with a gradient, `[P]`: its rewards differ, or one of several that are compared alone."""
+        if self.cfg.pass_at > 1:
+            return advantages.pass_at(self.cfg.pass_at, scores.total_PG, compared_PG).varies_P
         if self.cfg.multi_objective_aggregation == "sum_then_normalize":
             return advantages.rewards_differ(scores.total_PG, compared_PG)
         differs_P = torch.zeros(len(scores.total_PG), dtype=torch.bool)

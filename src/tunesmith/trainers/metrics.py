@@ -10,6 +10,7 @@ from operator import add
 
 import torch
 
+from tunesmith.algorithms.direct_loss import DirectStats
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats, importance_metrics
 from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.value_loss import ValueStats
@@ -121,7 +122,7 @@ class FirstPass:
 class MicroStats:
     """Statistics of one micro-batch: of the surrogate, of the critic, and of a pass of the step's first update."""
 
-    policy: PolicyStats | None = None
+    policy: PolicyStats | DirectStats | None = None
     value: ValueStats | None = None
     first: FirstPass | None = None
 
@@ -135,9 +136,9 @@ class UpdateStats:
     first: FirstPass = field(default_factory=FirstPass)
     stopped_early: bool = False
     reports: list[StepReport] = field(default_factory=list[StepReport])
-    _policy: list[PolicyStats] = field(default_factory=list[PolicyStats])
+    _policy: list[PolicyStats | DirectStats] = field(default_factory=list[PolicyStats | DirectStats])
     _value: list[ValueStats] = field(default_factory=list[ValueStats])
-    _minibatch: list[PolicyStats] = field(default_factory=list[PolicyStats])
+    _minibatch: list[PolicyStats | DirectStats] = field(default_factory=list[PolicyStats | DirectStats])
 
     def add(self, report: StepReport, micros: Sequence[MicroStats]) -> None:
         """Add one update: the optimizer's report, and the statistics of the micro-batches of all ranks."""

@@ -9,11 +9,12 @@ prompt, B sequences (the completions that are learnt), T completion tokens.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
 from tunesmith.algorithms import policy_loss
+from tunesmith.algorithms.direct_loss import DirectStats
 from tunesmith.algorithms.kl import Controller
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
 from tunesmith.algorithms.value_loss import ValueStats
@@ -61,7 +62,7 @@ class Loss:
     """
 
     loss: torch.Tensor
-    policy: PolicyStats
+    policy: PolicyStats | DirectStats
     correction: Correction | None = None
     value: ValueStats | None = None
 
@@ -72,6 +73,9 @@ class PolicyStep(PolicyWithKL):
 
     `pool` holds the prompts that a step may draw further ones from.
     """
+
+    ROWS_TOGETHER: ClassVar[int] = 1
+    """Rows that minibatches do not tear apart."""
 
     cfg: Any
     rollouts: Rollouts
@@ -110,7 +114,7 @@ class PolicyStep(PolicyWithKL):
     @property
     def needs_old_pass(self) -> bool:
         """True if the old policy's log-probs are needed, and the engine did not record them exactly."""
-        return not (self.is_on_policy or self.rollouts.is_exact)
+        return not (self.is_on_policy or self.rollouts.is_exact or self.cfg.is_divergence_bound)
 
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
         """Step `index` (from 0): draw, score, decide what is learnt, update the policy, adapt the KL coefficient."""
@@ -156,12 +160,13 @@ class PolicyStep(PolicyWithKL):
         means a row counts as `drawn_per_row`.
         """
         cfg, stats = self.cfg, metrics.UpdateStats()
-        for minibatch in minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
+        seed = derive(self.rollouts.seed, "minibatches", index)
+        for minibatch in minibatches(batch, cfg, seed, self.ROWS_TOGETHER):
             num_drawn = drawn_per_row * len(minibatch.sequences.lengths_B)
             size = update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn)  # global denominators
             loss_of = partial(self.micro_batch_loss, size=size, is_first=not stats.reports)
             stats.add(*passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of))
-            if stats.is_beyond(cfg.target_kl):
+            if stats.is_beyond(getattr(cfg, "target_kl", None)):  # direct losses have no ratio to stop by
                 break
         return stats
 
@@ -235,6 +240,8 @@ class PolicyStep(PolicyWithKL):
         section, drawing, mask_BT = self.cfg, self.rollouts.cfg, micro.sequences.mask_BT
         kl_coef = self.kl.value if section.kl.place == "loss" else 0.0
         old_logp_BT = new.logp_BT.detach() if self.is_on_policy else micro.old_logp_BT
+        if section.is_divergence_bound:
+            old_logp_BT = micro.sequences.raw_logp_BT
         correction = policy_loss.importance_correction(
             old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, drawing.importance
         )
@@ -259,21 +266,23 @@ class PolicyStep(PolicyWithKL):
         return Loss(*policy_loss.policy_loss(tokens, terms, denominator, size.num_tokens), correction)
 
 
-def minibatches(batch: BatchT, section: UpdateSection, seed: int) -> Iterator[BatchT]:
+def minibatches(batch: BatchT, section: UpdateSection, seed: int, together: int = 1) -> Iterator[BatchT]:
     """Minibatches of every epoch over the rollout."""
-    for rows in minibatch_rows(len(batch.sequences.lengths_B), section, seed):
+    for rows in minibatch_rows(len(batch.sequences.lengths_B), section, seed, together):
         yield batch.select(rows)
 
 
-def minibatch_rows(num_rows: int, section: UpdateSection, seed: int) -> Iterator[list[int]]:
-    """Row numbers of each minibatch of every epoch, a pure function of `seed` and epoch.
+def minibatch_rows(num_rows: int, section: UpdateSection, seed: int, together: int = 1) -> Iterator[list[int]]:
+    """Row numbers of each minibatch of every epoch, a pure function of `seed` and epoch; each `together` consecutive
+    rows are in one.
 
     Rows keep the order of the rollout, so that those of one prompt are together and the prompt is computed once.
     """
-    size = -(-num_rows // section.num_minibatches)
+    num_units = num_rows // together
+    size = -(-num_units // section.num_minibatches)
     for epoch in range(section.num_epochs):
-        for rows in chunks(permutation(seed, epoch, num_rows), size):
-            yield sorted(rows)
+        for units in chunks(permutation(seed, epoch, num_units), size):
+            yield [unit * together + i for unit in sorted(units) for i in range(together)]
 
 
 def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None) -> UpdateSize:

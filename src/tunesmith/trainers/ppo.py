@@ -73,6 +73,11 @@ class PPO(PolicyStep):
         """False: the rewards of the tokens have the log-probs of the old policy, so they are known before an update."""
         return False
 
+    @property
+    def needs_old_pass(self) -> bool:
+        """True if the engine did not record log-probs and values exactly."""
+        return not self.rollouts.is_exact
+
     def update(self, batch: PolicyBatch, index: int, drawn_per_row: float = 1.0) -> metrics.UpdateStats:
         """As of `PolicyStep`; in the first `value_steps` the critic alone is updated."""
         self.is_value_step = index < self.cfg.value_steps

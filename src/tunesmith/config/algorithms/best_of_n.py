@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from tunesmith.config.policy_sections import KLSection, UpdateSection
 from tunesmith.config.recipe import PolicyRecipe
-from tunesmith.config.rules import ACCURACY, NO_HEAD, ONE_UPDATE, Rule, always, is_updated_once, kl_rules, no_kl_alarm
+from tunesmith.config.rules import ACCURACY, NO_HEAD, NO_KL_YET, Rule, always, is_updated_once, kl_rules, no_kl_alarm
 from tunesmith.config.sections import EvaluationSection, GRPORolloutSection, NonNegative, Positive, PositiveInt
 from tunesmith.config.spec import Passes, Spec
 
@@ -69,11 +69,7 @@ SPEC = Spec(
             "best-of-n learns the kept completions as SFT does, without the log-probs that they were drawn with; leave "
             "this out",
         ),
-        Rule(
-            "best_of_n.target_kl",
-            is_updated_once("best_of_n"),
-            ONE_UPDATE.replace("the ratio to", "the KL to").replace("{section}", "best_of_n"),
-        ),
+        Rule("best_of_n.target_kl", is_updated_once("best_of_n"), NO_KL_YET),
         no_kl_alarm("best_of_n"),
         ACCURACY,
         NO_HEAD,

@@ -38,8 +38,8 @@ SMOOTHED: frozenset[DirectLoss] = frozenset({"sigmoid", "robust", "exo_pair", "s
 """Losses that take `label_smoothing`."""
 
 
-class DPOSection(Section):
-    """Direct preference optimisation (Rafailov et al. 2023) and its relatives."""
+class DirectLossSection(Section):
+    """The loss of direct preference optimisation (Rafailov et al. 2023) and its relatives."""
 
     SHORTHAND = "loss"
 
@@ -55,6 +55,27 @@ class DPOSection(Section):
     """Temperature at which `discopop` mixes its two losses."""
     simpo_gamma: NonNegative = 0.5
     """Target margin between the rewards, for `simpo`."""
+
+    @model_validator(mode="after")
+    def _check_smoothing(self) -> "DirectLossSection":
+        if self.label_smoothing and self.loss not in SMOOTHED:
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing:g}, but the loss {self.loss} has none; set it to 0, or take "
+                f"one of {', '.join(sorted(SMOOTHED))}"
+            )
+        if self.loss in ("robust", "exo_pair") and not self.label_smoothing:
+            raise ValueError(f"{self.loss} needs label_smoothing, the share of votes that are wrong, for example 0.1")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss compares with the reference model."""
+        return self.loss not in REFERENCE_FREE
+
+
+class DPOSection(DirectLossSection):
+    """Direct preference optimisation on given pairs."""
+
     ties: Literal["drop", "half", "rao_kupper"] = "drop"
     """Ties: leave them out, count half a vote for each side, or model their probability (Rao and Kupper 1967, with
     `sigmoid`)."""
@@ -75,23 +96,11 @@ class DPOSection(Section):
 
     @model_validator(mode="after")
     def _check_options_of_loss(self) -> "DPOSection":
-        if self.label_smoothing and self.loss not in SMOOTHED:
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing:g}, but the loss {self.loss} has none; set it to 0, or take "
-                f"one of {', '.join(sorted(SMOOTHED))}"
-            )
-        if self.loss in ("robust", "exo_pair") and not self.label_smoothing:
-            raise ValueError(f"{self.loss} needs label_smoothing, the share of votes that are wrong, for example 0.1")
         if self.ties == "rao_kupper" and self.loss != "sigmoid":
             raise ValueError(f"ties: rao_kupper is a model of votes for the loss sigmoid, not for {self.loss}")
         if self.ties == "half" and self.loss == "kto":
             raise ValueError("ties: half needs pairs, but kto takes each completion by itself; set ties to drop")
         return self
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the loss compares with the reference model."""
-        return self.loss not in REFERENCE_FREE
 
 
 class DPORecipe(Recipe):
@@ -110,17 +119,24 @@ class DPORecipe(Recipe):
         return self
 
 
+def direct_loss_rules(section: str) -> tuple[Rule, ...]:
+    """Rules of a section with a direct loss."""
+    return (
+        Rule(
+            f"{section}.discopop_tau",
+            is_not(f"{section}.loss", "discopop"),
+            "it is a temperature of {section}.loss discopop; set that, or leave this out",
+        ),
+        Rule(
+            f"{section}.simpo_gamma",
+            is_not(f"{section}.loss", "simpo"),
+            "it is the margin of {section}.loss simpo; set that, or leave this out",
+        ),
+    )
+
+
 DPO_RULES: tuple[Rule, ...] = (
-    Rule(
-        "dpo.discopop_tau",
-        is_not("dpo.loss", "discopop"),
-        "it is a temperature of dpo.loss discopop; set that, or leave this out",
-    ),
-    Rule(
-        "dpo.simpo_gamma",
-        is_not("dpo.loss", "simpo"),
-        "it is the margin of dpo.loss simpo; set that, or leave this out",
-    ),
+    *direct_loss_rules("dpo"),
     Rule(
         "dpo.tie_theta",
         is_not("dpo.ties", "rao_kupper"),

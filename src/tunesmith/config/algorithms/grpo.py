@@ -44,7 +44,7 @@ class GRPOSection(PolicyLossSection):
     keep: PositiveInt | None = None
     """Completions of each group to compare and learn (GFPO); null is all."""
     keep_by: Keep = "shortest"
-    """Keep the shortest ones, or those with the highest reward per token."""
+    """Keep the shortest ones, or those with the highest reward per token, for rewards of 0 or more."""
     dynamic_sampling: NonNegativeInt = 0
     """Rounds of further prompts in a step, in place of groups with equal rewards (DAPO); 0 is off."""
     mask_truncated_completions: bool = False
@@ -95,10 +95,10 @@ class GRPORecipe(PolicyRecipe):
                 f"grpo.keep is {num_learnt}, but {num_drawn} completions are drawn for each prompt; keep 2 or more, "
                 "and no more than are drawn"
             )
-        if self.grpo.pass_at > num_learnt:
+        if self.grpo.pass_at >= num_learnt:
             raise ValueError(
-                f"grpo.pass_at is {self.grpo.pass_at}, but a group has {num_learnt} completions; lower it, or raise "
-                "rollout.completions_per_prompt"
+                f"grpo.pass_at is {self.grpo.pass_at}, but a group has {num_learnt} completions, and only several sets "
+                "of completions can be compared; lower it, or raise rollout.completions_per_prompt"
             )
         return self
 
@@ -127,7 +127,7 @@ GRPO_RULES: tuple[Rule, ...] = (
 
 def _passes(cfg: GRPORecipe) -> Passes:
     # With a single update the old policy is the one that is updated.
-    is_off_policy = cfg.grpo.num_epochs * cfg.grpo.num_minibatches > 1
+    is_off_policy = cfg.grpo.num_epochs * cfg.grpo.num_minibatches > 1 and not cfg.grpo.is_divergence_bound
     num_learnt = cfg.rollout.prompts_per_step * (cfg.grpo.keep or cfg.rollout.completions_per_prompt)
     return Passes.of_drawing(cfg, old_policy=is_off_policy, num_learnt=num_learnt)
 

@@ -54,7 +54,7 @@ class LiveRolloutSection(RolloutSection):
         return self
 
 
-class OnlineDPOSection(DPOSection):
+class LiveDPOSection(DPOSection):
     """DPO on votes about the policy's own completions (Guo et al. 2024, arXiv 2402.04792)."""
 
     beta: Positive = 0.2
@@ -63,7 +63,7 @@ class OnlineDPOSection(DPOSection):
     micro_batch_size: PositiveInt = 16
 
     @model_validator(mode="after")
-    def _check_loss_of_pairs(self) -> "OnlineDPOSection":
+    def _check_loss_of_pairs(self) -> "LiveDPOSection":
         if self.loss == "kto":
             raise ValueError("loss is kto, which takes single labels, but votes are about pairs; set another loss")
         return self
@@ -162,7 +162,7 @@ class LiveRecipe(Recipe):
     algorithm: Literal["live"] = "live"
     prompts: LivePromptsSection = LivePromptsSection()
     rollout: LiveRolloutSection = LiveRolloutSection()
-    dpo: OnlineDPOSection = OnlineDPOSection()
+    dpo: LiveDPOSection = LiveDPOSection()
     reward_model: RewardTrainerSection = RewardTrainerSection()
     ppo: LivePPOSection = LivePPOSection()
     grpo: GRPOSection = GRPOSection()

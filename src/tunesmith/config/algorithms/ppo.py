@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from tunesmith.config.policy_sections import KLSection, PolicyLossSection
 from tunesmith.config.recipe import PolicyRecipe
-from tunesmith.config.rules import ONE_UPDATE, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
+from tunesmith.config.rules import NO_RATIO, ONE_UPDATE, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
 from tunesmith.config.sections import Fraction, NonNegative, NonNegativeInt, Positive, PositiveInt
 from tunesmith.config.spec import Passes, Spec
 
@@ -44,6 +44,15 @@ class PPOSection(PolicyLossSection):
     critic_process: bool = False
     """Compute a separate critic in a process of its own, beside the policy, with equal results; on a CPU."""
     kl: KLSection = KLSection()
+
+    @model_validator(mode="after")
+    def _check_surrogate(self) -> "PPOSection":
+        if self.surrogate == "gmpo":
+            raise ValueError(
+                "surrogate is gmpo, a mean over a completion with one advantage, but in PPO each token has its own; "
+                "take another surrogate, or grpo"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_critic(self) -> "PPOSection":
@@ -95,7 +104,11 @@ PPO_RULES: tuple[Rule, ...] = (
         lambda v: v["ppo.lam_per_length"] is not None and v["ppo.value_lam"] is not None,
         "ppo.lam_per_length and ppo.value_lam are set, which are used in its place; leave this out",
     ),
-    Rule("ppo.value_clip", is_updated_once("ppo"), ONE_UPDATE.replace("the ratio to", "the KL to")),
+    Rule(
+        "ppo.value_clip",
+        is_updated_once("ppo"),
+        ONE_UPDATE.replace(NO_RATIO, "the values are still its own"),
+    ),
 )
 
 

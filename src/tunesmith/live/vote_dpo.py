@@ -18,7 +18,7 @@ from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
 from tunesmith.algorithms.kl import Controller
 from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import chunks
-from tunesmith.config.algorithms.live import OnlineDPOSection
+from tunesmith.config.algorithms.live import LiveDPOSection
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerBatch, AnswerTable, collate_answers
@@ -47,14 +47,14 @@ class VoteBatch:
 
 
 @dataclass(slots=True)
-class OnlineDPO(PolicyWithKL):
+class VoteDPO(PolicyWithKL):
     """The learner: `step` changes the policy, the optimizer and `reference_logps`.
 
     `temperature` is that of the rollouts. `reference_logps` caches log-probs under the reference, `[T]` on the CPU, by
     answer. It is part of a checkpoint: in float32 the last bits depend on the batch that an answer was computed in.
     """
 
-    cfg: OnlineDPOSection
+    cfg: LiveDPOSection
     policy: LanguageModel
     reference: LanguageModel
     optimizer: MasterAdamW
