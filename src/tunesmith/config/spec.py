@@ -20,8 +20,9 @@ class Passes:
 
     A step has `num_rows` rows. Of those, `num_learnt` are learnt in `num_epochs` epochs of `num_minibatches` optimizer
     steps each, with `micro_batch_size` rows in a forward and backward pass. `old_policy` and `reference` are forward
-    passes of those models over the rows before the update; `num_teachers` models compute each row that is learnt, in
-    each epoch. A `separate` critic scores all rows, and is trained as the policy is.
+    passes of those models before the update, over the rows that are learnt or, with `scores_all`, over all;
+    `num_teachers` models compute each row that is learnt, in each epoch. A `separate` critic scores all rows, and is
+    trained as the policy is.
     """
 
     num_rows: int
@@ -31,6 +32,7 @@ class Passes:
     micro_batch_size: int = 1
     old_policy: bool = False
     reference: bool = False
+    scores_all: bool = False
     num_teachers: int = 0
     critic: Critic = "none"
 
@@ -64,6 +66,7 @@ class Passes:
             micro_batch_size=section.micro_batch_size,
             old_policy=old_policy and (rollout.recompute_logps or rollout.backend != "native"),
             reference=isinstance(kl, KLSection) and kl.coef > 0,
+            scores_all=isinstance(kl, KLSection) and kl.place == "reward",
             num_teachers=num_teachers,
             critic=critic,
         )

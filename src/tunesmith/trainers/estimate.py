@@ -137,10 +137,12 @@ def _policy_work(
     rows = Rows(prompt_tokens, num_new, rollout.completions_per_prompt)
     has_own_critic = passes.critic == "separate"
     num_scored = passes.old_policy + passes.reference
-    num_passes = num_scored + has_own_critic + reward_models
+    before_update = rows.tokens(passes.num_rows if passes.scores_all else passes.num_learnt) * num_scored
+    scored_at_all = rows.tokens(passes.num_rows) * (has_own_critic + reward_models)
     learnt = rows.tokens(passes.num_learnt) * passes.num_epochs
     saved = frozen * (rows.tokens(passes.num_learnt) * (num_scored - 1) + learnt)
-    scored = rollout.prompts_per_step * prompt_tokens + rows.tokens(passes.num_rows) * num_passes + learnt * teachers
+    prefill = rollout.prompts_per_step * prompt_tokens
+    scored = prefill + before_update + scored_at_all + learnt * teachers
     step = Work(
         scored=scored - saved,
         trained=learnt * (1 + has_own_critic),
