@@ -337,6 +337,14 @@ def test_advantages_of_pass_at_k_are_means_over_all_sets_of_k(seed, num_completi
         assert bool(found.varies_P[p]) == (spread > 0)
 
 
+def test_short_ones_are_rewarded_and_wrong_ones_gain_nothing():
+    reward_PG = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0]])
+    length_PG = torch.tensor([[4, 8, 2, 10], [3, 3, 3, 9], [5, 5, 5, 5]])
+    valid_PG = torch.tensor([[True] * 4, [True, True, True, False], [True] * 4])
+    found = advantages.length_reward(reward_PG, length_PG, valid_PG)
+    assert found.tolist() == [[0.25, -0.25, 0.0, -0.5], [0.0] * 4, [0.0] * 4]
+
+
 def test_pass_at_k_needs_rewards_of_zero_and_one():
     with pytest.raises(InputError, match=r"a reward is 0\.5, but pass_at needs rewards of 0"):
         advantages.pass_at(2, torch.tensor([[0.0, 0.5, 1.0]]), torch.ones(1, 3, dtype=torch.bool))

@@ -151,7 +151,32 @@ def test_groups_whose_sets_are_all_right_or_all_wrong_are_left_out(tmp_path: Pat
     state = build(grpo_recipe(tmp_path, grpo={"pass_at": 2, "kl": {"coef": 0.0}}))
     right_PG = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0] * 4])
     scores = Scores(right_PG, {}, torch.ones_like(right_PG, dtype=torch.bool))
-    assert state.learner.differing(scores, scores.valid_PG).tolist() == [False, True, False]
+    assert state.learner.differing(scores).tolist() == [False, True, False]
+
+
+def test_equal_rewards_of_different_lengths_teach_something_with_a_length_penalty(tmp_path: Path) -> None:
+    def right(completions: Sequence[str], **_: object) -> list[float]:
+        return [1.0] * len(completions)
+
+    found = []
+    for penalty in (0.0, 0.4):
+        options = {"length_penalty": penalty, "kl": {"coef": 0.0}, "scale": "none"}
+        state, seen = build(grpo_recipe(tmp_path, grpo=options), right), []
+        state.policy.module.generation_config.eos_token_id = list(range(3, 40))  # many, so that lengths differ
+        update = state.learner.update
+        state.learner.update = lambda *given, seen=seen, update=update: seen.append(given[0]) or update(*given)
+        result = state.step(state.data.train, 0)
+        assert result.metrics["reward"] == 1
+        found.append((groups_of(result), seen))
+    assert not found[0][1]
+    groups, (batch,) = found[1]
+    expected = []
+    for group in groups:
+        sizes = [len(one.token_ids) for one in group.completions]
+        if len(set(sizes)) > 1:
+            shorts = [0.5 - (size - min(sizes)) / (max(sizes) - min(sizes)) for size in sizes]
+            expected += [0.4 * (x - sum(shorts) / len(shorts)) for x in shorts]
+    assert batch.advantage_BT[:, 0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_dppo_compares_with_the_log_probs_that_the_engine_recorded(tmp_path: Path) -> None:

@@ -157,6 +157,21 @@ def group_relative(
     return GroupAdvantages(advantage_PG, varies_P1[:, 0])
 
 
+def length_reward(reward_PG: Tensor, length_PG: Tensor, valid_PG: Tensor) -> Tensor:
+    """Reward of each completion for being short beside the others of its group, from -0.5 to 0.5, `[P, G]`.
+
+    With l the tokens of a completion, x = 0.5 - (l - min l) / (max l - min l) over the valid ones of the group. One
+    that is right, with a reward above 0, gets x; another one min(0, x), so that a wrong one gains nothing by being
+    short (Kimi k1.5, arXiv 2501.12599). 0 where all lengths are equal.
+    """
+    check_shapes(reward_PG=reward_PG, length_PG=length_PG, valid_PG=valid_PG)
+    length_PG = length_PG.to(reward_PG)
+    least_P1 = length_PG.masked_fill(~valid_PG, torch.inf).amin(dim=1, keepdim=True)
+    range_P1 = length_PG.masked_fill(~valid_PG, -torch.inf).amax(dim=1, keepdim=True) - least_P1
+    x_PG = 0.5 - (length_PG - least_P1) / range_P1
+    return kept(torch.where(reward_PG > 0, x_PG, x_PG.clamp(max=0)), valid_PG & (range_P1 > 0))
+
+
 def pass_at(num: int, reward_PG: Tensor, valid_PG: Tensor) -> GroupAdvantages:
     """Advantages for the chance that one of `num` completions is right, from rewards of 0 and 1; without gradient.
 

@@ -44,7 +44,7 @@ class GRPO(PolicyStep):
             drawn, scores = self.rollouts.draw(wanted, stream, index)
             groups.extend(drawn)
             parts.append(scores)
-            num_missing -= int(self.differing(scores, self.compared(drawn, scores)).sum())
+            num_missing -= int(self.differing(self.judged(drawn, scores)).sum())
             wanted = list(islice(further, num_missing))
             if not wanted:
                 break
@@ -52,17 +52,17 @@ class GRPO(PolicyStep):
 
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """Each completion compared with its group, of the groups whose rewards differ."""
-        compared_PG = self.compared(groups, scores)
-        differs_P = self.differing(scores, compared_PG)  # by rewards alone: a KL in the reward is no signal of its own
+        judged = self.judged(groups, scores)
+        differs_P = self.differing(judged)  # by rewards alone: a KL in the reward is no signal of its own
         figures = {
             "frac_reward_zero_std": (~differs_P).float().mean().item(),
             "groups/num_drawn": float(len(groups)),
             "groups/num_dropped": float((~differs_P).sum().item()),
         }
-        learnt_PG = compared_PG & differs_P[:, None] & ~left_out(self.cfg, groups)
-        reward_PG = scores.total_PG if kl_PG is None else scores.total_PG - self.kl.value * kl_PG.to(scores.total_PG)
-        scores = replace(scores, total_PG=reward_PG, valid_PG=compared_PG)
-        return Credit(learnt_PG, self.compare(scores, lengths(groups)), figures, compared_PG)
+        learnt_PG = judged.valid_PG & differs_P[:, None] & ~left_out(self.cfg, groups)
+        if kl_PG is not None:
+            judged = replace(judged, total_PG=judged.total_PG - self.kl.value * kl_PG.to(judged.total_PG))
+        return Credit(learnt_PG, self.compare(judged, lengths(groups)), figures, judged.valid_PG)
 
     def compare(self, scores: Scores, length_PG: torch.Tensor) -> torch.Tensor:
         """Advantage of each completion by the rewards of its group, `[P, G]`; only those that are valid take part."""
@@ -77,24 +77,28 @@ class GRPO(PolicyStep):
             scores.total_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale, length_PG=length_PG
         ).advantage_PG
 
-    def compared(self, groups: Sequence[Group], scores: Scores) -> torch.Tensor:
-        """True for the completions of each group that are compared, `[P, G]`: their rewards are known, and they are
-        among those that the recipe keeps.
+    def judged(self, groups: Sequence[Group], scores: Scores) -> Scores:
+        """The scores that are compared: valid are the completions that the recipe keeps of those whose reward is known,
+        and the reward for short ones is added.
         """
-        if self.cfg.keep is None:
-            return scores.valid_PG
-        return kept_of(scores, lengths(groups), self.cfg.keep, self.cfg.keep_by)
+        cfg, valid_PG, total_PG = self.cfg, scores.valid_PG, scores.total_PG
+        if cfg.keep is not None:
+            valid_PG = kept_of(scores, lengths(groups), cfg.keep, cfg.keep_by)
+        if cfg.length_penalty > 0:
+            short_PG = advantages.length_reward(total_PG, lengths(groups), valid_PG)
+            total_PG = total_PG + cfg.length_penalty * short_PG
+        return replace(scores, valid_PG=valid_PG, total_PG=total_PG)
 
-    def differing(self, scores: Scores, compared_PG: torch.Tensor) -> torch.Tensor:
+    def differing(self, scores: Scores) -> torch.Tensor:
         """True for each group with a gradient, `[P]`: its rewards differ, or one of several that are compared alone."""
         if self.cfg.pass_at > 1:
-            return advantages.pass_at(self.cfg.pass_at, scores.total_PG, compared_PG).varies_P
+            return advantages.pass_at(self.cfg.pass_at, scores.total_PG, scores.valid_PG).varies_P
         if self.cfg.multi_objective_aggregation == "sum_then_normalize":
-            return advantages.rewards_differ(scores.total_PG, compared_PG)
+            return advantages.rewards_differ(scores.total_PG, scores.valid_PG)
         differs_P = torch.zeros(len(scores.total_PG), dtype=torch.bool)
         for weight, part_PG in zip(self.rollouts.scorer.weights, scores.parts.values(), strict=True):
             if weight != 0:
-                differs_P |= advantages.rewards_differ(part_PG, compared_PG & ~part_PG.isnan())
+                differs_P |= advantages.rewards_differ(part_PG, scores.valid_PG & ~part_PG.isnan())
         return differs_P
 
     def figures(self, scores: Scores, batch: PolicyBatch, stats: UpdateStats) -> Metrics:

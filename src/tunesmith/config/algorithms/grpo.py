@@ -45,6 +45,8 @@ class GRPOSection(PolicyLossSection):
     """Completions of each group to compare and learn (GFPO); null is all."""
     keep_by: Keep = "shortest"
     """Keep the shortest ones, or those with the highest reward per token, for rewards of 0 or more."""
+    length_penalty: NonNegative = 0.0
+    """Weight of a reward for short completions, relative to the others of the group (Kimi k1.5); 0 is off."""
     dynamic_sampling: NonNegativeInt = 0
     """Rounds of further prompts in a step, in place of groups with equal rewards (DAPO); 0 is off."""
     mask_truncated_completions: bool = False
@@ -62,6 +64,16 @@ class GRPOSection(PolicyLossSection):
             raise ValueError(
                 "scale is mean, which divides by rewards of 0 or more, but kl.place is reward, which lowers them; set "
                 "kl.place: loss"
+            )
+        if self.length_penalty and (self.pass_at > 1 or self.multi_objective_aggregation == "normalize_then_sum"):
+            raise ValueError(
+                f"length_penalty is {self.length_penalty:g}, which is added to the sum of rewards, but pass_at is "
+                f"{self.pass_at} and multi_objective_aggregation is {self.multi_objective_aggregation}; set one back"
+            )
+        if self.length_penalty and self.scale == "mean":
+            raise ValueError(
+                f"length_penalty is {self.length_penalty:g}, which lowers rewards, but scale is mean, which needs "
+                "them to be 0 or more; set one back"
             )
         if self.pass_at > 1 and self.multi_objective_aggregation == "normalize_then_sum":
             raise ValueError(
