@@ -114,6 +114,20 @@ def test_the_studio_starts_it(folder: Path) -> None:
         server.wait(60)
 
 
+def test_an_algorithm_that_cannot_be_loaded_is_named_and_the_others_work(folder: Path, tmp_path: Path) -> None:
+    metadata = tmp_path / "broken-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[tunesmith.algorithms]\nbroken = mean_scaled:NOWHERE\n")
+    path = os.pathsep.join([str(tmp_path), environment(folder)["PYTHONPATH"]])
+    command = [sys.executable, "-m", "tunesmith", "train", "mean_scaled", *SHORT, "--dry-run"]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the algorithm broken (mean_scaled:NOWHERE) cannot be loaded" in done.stderr
+
+
 def test_a_name_is_given_once() -> None:
     grpo = SPECS["grpo"]
     SPECS.add(grpo)

@@ -14,8 +14,9 @@ from recipes import PROMPTS, Started, groups_of, merged, training
 from torch.nn.functional import logsigmoid
 
 from tunesmith.config.algorithms.online_dpo import OnlineDPORecipe
+from tunesmith.core.errors import InputError
 from tunesmith.rewards.scorer import Scores
-from tunesmith.trainers.policy_step import minibatch_rows
+from tunesmith.trainers.policy_step import Credit, minibatch_rows
 from tunesmith.trainers.resume import Inputs, resume
 
 
@@ -120,3 +121,10 @@ def test_failed_rewards_are_in_no_pair_and_of_equal_ones_the_first_is(tmp_path: 
     credit = learner.credit([], Scores(reward_PG, {}, valid_PG), None)
     assert credit.advantage_PG.tolist() == [[-1, 1, 0, 0], [1, 0, -1, 0], [0, 0, 0, 0]]
     assert torch.equal(credit.learnt_PG, credit.advantage_PG != 0)
+
+
+def test_a_credit_of_another_shape_is_named(tmp_path: Path) -> None:
+    state: Any = Started(recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
+    state.learner.credit = lambda *_: Credit(torch.ones(4, dtype=torch.bool), torch.ones(4))
+    with pytest.raises(InputError, match=r"credit\.learnt_PG"):
+        state.step(state.data.train, 0)

@@ -18,8 +18,11 @@ from tunesmith.config.algorithms.live import LiveRecipe
 from tunesmith.config.recipe import Recipe
 from tunesmith.config.spec import Spec
 from tunesmith.core.errors import ConfigError
+from tunesmith.core.log import get_logger
 
 _LIVE = "live"
+
+_log = get_logger(__name__)
 
 
 class Specs(Mapping[str, Spec]):
@@ -45,7 +48,12 @@ class Specs(Mapping[str, Spec]):
         if not self._is_complete:
             self._is_complete = True
             for point in entry_points(group="tunesmith.algorithms"):
-                self.add(point.load())
+                try:
+                    spec = point.load()
+                except Exception as error:  # noqa: BLE001 - code of another package, without which ours still work
+                    _log.warning("the algorithm %s (%s) cannot be loaded: %r", point.name, point.value, error)
+                    continue
+                self.add(spec)
         return self._specs
 
     def __getitem__(self, name: str) -> Spec:

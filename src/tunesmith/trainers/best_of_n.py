@@ -56,12 +56,8 @@ class BestOfN(PolicyStep):
         return Loss(*policy_loss(tokens, terms, size.num_tokens, size.num_tokens))
 
     def figures(self, scores: Scores, batch: PolicyBatch, stats: metrics.UpdateStats) -> Metrics:
-        """The mean -log p of a token over all updates, and the KL of what is kept to the reference."""
-        figures = {"loss": stats.metrics()["loss/policy_avg"]}
-        if batch.reference_logp_BT is not None:
-            tensors = batch.old_logp_BT, batch.reference_logp_BT, batch.sequences.mask_BT
-            figures["objective/kl"] = metrics.kl_per_sequence(*tensors)
-        return figures
+        """As of every step, and the mean -log p of a token over all updates."""
+        return {**PolicyStep.figures(self, scores, batch, stats), "loss": stats.metrics()["loss/policy_avg"]}
 
 
 def is_best(reward_PG: torch.Tensor, valid_PG: torch.Tensor, num_kept: int) -> torch.Tensor:

@@ -19,8 +19,6 @@ from tunesmith.batch.rollout import Group
 from tunesmith.config.algorithms.online_dpo import OnlineDPOSection
 from tunesmith.models.logprob import TokenScores
 from tunesmith.rewards.scorer import Scores
-from tunesmith.trainers import metrics
-from tunesmith.trainers.api import Metrics
 from tunesmith.trainers.policy_step import Credit, Loss, PolicyStep
 
 
@@ -68,10 +66,3 @@ class OnlineDPO(PolicyStep):
             None if reference_BT is None else sides((reference_BT * mask_BT).sum(dim=1)),
         )
         return Loss(*direct_loss.paired(pairs, self.cfg, num_pairs=size.num_sequences / 2))
-
-    def figures(self, scores: Scores, batch: PolicyBatch, stats: metrics.UpdateStats) -> Metrics:
-        """The KL of the pairs to the reference, by the log-probs that they were drawn with."""
-        if batch.reference_logp_BT is None:
-            return {}
-        tensors = batch.old_logp_BT, batch.reference_logp_BT, batch.sequences.mask_BT
-        return {"objective/kl": metrics.kl_per_sequence(*tensors)}

@@ -24,6 +24,7 @@ from tunesmith.config.policy_sections import UpdateSection
 from tunesmith.config.recipe import PolicyRecipe
 from tunesmith.core.seeds import derive, permutation
 from tunesmith.core.trace import span
+from tunesmith.kernels.masking import check_shapes
 from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel
@@ -124,6 +125,8 @@ class PolicyStep(PolicyWithKL):
         reference_logp_BT, kl_PG = self.kl_in_reward(groups)
         with span("advantages"):
             credit = self.credit(groups, scores, kl_PG)
+            found = {"credit.learnt_PG": credit.learnt_PG, "credit.advantage_PG": credit.advantage_PG}
+            check_shapes(**{"scores.valid_PG": scores.valid_PG, **found})  # an algorithm may be somebody else's
             rows = torch.nonzero(credit.learnt_PG.flatten()).flatten().tolist()
         with span("metrics"):
             figures = {**scores.metrics(), **credit.figures, **metrics.completion_metrics(groups, rows)}
@@ -180,15 +183,20 @@ class PolicyStep(PolicyWithKL):
         first = metrics.FirstPass.of_batch(*seen) if is_first else None
         return found.loss, metrics.MicroStats(found.policy, found.value, first)
 
-    # An algorithm has its own `credit` and `figures`, and some have others in place of those below.
+    # An algorithm has its own `credit`, and perhaps others in place of those below.
 
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """Which completions are learnt; `kl_PG` is their KL to the reference, if that is part of their reward."""
         raise NotImplementedError
 
     def figures(self, scores: Scores, batch: PolicyBatch, stats: metrics.UpdateStats) -> Metrics:
-        """Metrics of a finished step: `objective/kl`, in nats per completion, where there is a reference."""
-        raise NotImplementedError
+        """Metrics of a finished step: the KL of what was learnt to the reference, if there is one, in nats per
+        completion, by the log-probs that it was drawn with.
+        """
+        if batch.reference_logp_BT is None:
+            return {}
+        tensors = batch.old_logp_BT, batch.reference_logp_BT, batch.sequences.mask_BT
+        return {"objective/kl": metrics.kl_per_sequence(*tensors)}
 
     def draw(self, prompts: Sequence[Prompt], index: int) -> tuple[list[Group], Scores]:
         """The groups of step `index` and their scores."""

@@ -64,7 +64,8 @@ class DirectLossSection(Section):
                 f"one of {', '.join(sorted(SMOOTHED))}"
             )
         if self.loss in ("robust", "exo_pair") and not self.label_smoothing:
-            raise ValueError(f"{self.loss} needs label_smoothing, the share of votes that are wrong, for example 0.1")
+            usual = "0.001" if self.loss == "exo_pair" else "0.1"
+            raise ValueError(f"{self.loss} needs label_smoothing, the share of wrong votes, for example {usual}")
         return self
 
     @property

@@ -27,8 +27,8 @@ class PPOSection(PolicyLossSection):
     lam: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
     lam_per_length: Positive | None = None
-    """Lambda of the advantages of a completion of l tokens: 1 - 1 / (lam_per_length l), as VAPO has it with 0.05; null
-    is lam for all."""
+    """Lambda of the advantages of a completion of l tokens: 1 - 1 / (lam_per_length l), at least 0, as VAPO has it
+    with 0.05; null is lam for all."""
     value_lam: Fraction | None = None
     """Lambda of the returns that the values are fitted to: VC-PPO and VAPO have 1; null is lam."""
     value_steps: NonNegativeInt = 0
@@ -82,6 +82,15 @@ class PPORecipe(PolicyRecipe):
 
     algorithm: Literal["ppo"] = "ppo"
     ppo: PPOSection = PPOSection()
+
+    @model_validator(mode="after")
+    def _check_value_steps(self) -> "PPORecipe":
+        if self.run.steps is not None and self.ppo.value_steps >= self.run.steps:
+            raise ValueError(
+                f"ppo.value_steps is {self.ppo.value_steps}, but the run has {self.run.steps} steps, so the policy "
+                "would never be trained; lower it, or raise run.steps"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_critic_process(self) -> "PPORecipe":
