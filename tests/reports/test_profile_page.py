@@ -36,7 +36,7 @@ def test_the_timeline_has_stages_threads_slots_and_memory(look, pages, scheme):
 def test_the_flame_graph_shows_the_trainer_and_zooms(look, pages):
     page = look(pages["profile"])
     graph = page.locator("#plot-flame")
-    assert "PPO.step" in graph.text_content()
+    assert "PolicyStep.step" in graph.text_content()
     boxes = graph.locator("g.slice")
     before = boxes.count()
     graph.locator("g.slice", has_text="generate").first.click()
