@@ -7,6 +7,7 @@ from tunesmith.config.algorithms.best_of_n import BestOfNRecipe
 from tunesmith.config.algorithms.distill import DistillRecipe
 from tunesmith.config.algorithms.dpo import DPORecipe
 from tunesmith.config.algorithms.grpo import GRPORecipe
+from tunesmith.config.algorithms.online_dpo import OnlineDPORecipe
 from tunesmith.config.algorithms.ppo import PPORecipe
 from tunesmith.config.algorithms.reward import RewardRecipe
 from tunesmith.config.algorithms.sft import SFTRecipe
@@ -54,6 +55,18 @@ def best_of_n_recipe(tmp_path: Path, **sections: Any) -> BestOfNRecipe:
         "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
     }
     return BestOfNRecipe.model_validate(merged(base, sections))
+
+
+def online_dpo_recipe(tmp_path: Path, **sections: Any) -> OnlineDPORecipe:
+    """Three steps on a tiny Llama; each section given is merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"name": "tiny:llama", "dtype": "float32"},
+        "rollout": {"prompts_per_step": 4, "completions_per_prompt": 4, "max_new_tokens": 6},
+        "online_dpo": {"micro_batch_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
+    }
+    return OnlineDPORecipe.model_validate(merged(base, sections))
 
 
 def distill_recipe(tmp_path: Path, **sections: Any) -> DistillRecipe:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from recipes import PROMPTS, Started, best_of_n_recipe, groups_of, training
 
+from tunesmith.algorithms.advantages import highest
 from tunesmith.config.load import load_recipe
 from tunesmith.core.errors import ConfigError
-from tunesmith.trainers.best_of_n import is_best
 
 
 def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
@@ -22,8 +22,8 @@ def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]
 def test_the_best_are_kept_of_equal_ones_the_first_and_of_failed_ones_none() -> None:
     reward_PG = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 4.0, 9.0, 0.0], [1.0, 2.0, 3.0, 4.0]])
     valid_PG = torch.tensor([[True] * 4, [True, True, False, True], [False] * 4])
-    assert is_best(reward_PG, valid_PG, 1).flatten().nonzero().flatten().tolist() == [1, 4]
-    assert is_best(reward_PG, valid_PG, 2).flatten().nonzero().flatten().tolist() == [1, 2, 4, 5]
+    assert highest(reward_PG, valid_PG, 1).flatten().nonzero().flatten().tolist() == [1, 4]
+    assert highest(reward_PG, valid_PG, 2).flatten().nonzero().flatten().tolist() == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": 1}, {"keep": 2}, {"kl": {"coef": 0.3, "place": "loss"}}])

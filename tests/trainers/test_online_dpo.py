@@ -10,10 +10,9 @@ import torch
 from grpo_oracle import Recorder, double
 from grpo_steps import moved_apart
 from jobs import outcome
-from recipes import PROMPTS, Started, groups_of, merged, training
+from recipes import PROMPTS, Started, groups_of, online_dpo_recipe, training
 from torch.nn.functional import logsigmoid
 
-from tunesmith.config.algorithms.online_dpo import OnlineDPORecipe
 from tunesmith.core.errors import InputError
 from tunesmith.rewards.scorer import Scores
 from tunesmith.trainers.policy_step import Credit, minibatch_rows
@@ -25,21 +24,9 @@ def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]
     return [sum(token < 130 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def recipe(tmp_path: Path, **sections: Any) -> OnlineDPORecipe:
-    """Three steps on a tiny Llama; each section given is merged over these values."""
-    base: dict[str, Any] = {
-        "model": {"name": "tiny:llama", "dtype": "float32"},
-        "rollout": {"prompts_per_step": 4, "completions_per_prompt": 4, "max_new_tokens": 6},
-        "online_dpo": {"micro_batch_size": 4},
-        "optimizer": {"learning_rate": 1e-3},
-        "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
-    }
-    return OnlineDPORecipe.model_validate(merged(base, sections))
-
-
 def test_a_step_has_the_gradient_of_dpo_on_the_best_and_the_worst(tmp_path: Path) -> None:
     beta = 0.4
-    cfg = recipe(tmp_path, online_dpo={"beta": beta})
+    cfg = online_dpo_recipe(tmp_path, online_dpo={"beta": beta})
     state: Any = Started(cfg, prompts=PROMPTS, rewards=[low_ids])
     state.policy.module.generation_config.eos_token_id = list(range(3, 40))  # many, so that lengths differ
     reference = double(state.policy.module)
@@ -73,7 +60,7 @@ def test_a_step_has_the_gradient_of_dpo_on_the_best_and_the_worst(tmp_path: Path
 
 
 def test_pairs_are_not_torn_apart() -> None:
-    section = recipe(Path()).online_dpo.model_copy(update={"num_epochs": 2, "num_minibatches": 3})
+    section = online_dpo_recipe(Path()).online_dpo.model_copy(update={"num_epochs": 2, "num_minibatches": 3})
     found = list(minibatch_rows(20, section, 0, together=2))
     assert len(found) == 6
     for rows in found:
@@ -84,11 +71,13 @@ def test_pairs_are_not_torn_apart() -> None:
 @pytest.mark.parametrize("options", [{}, {"loss": "simpo", "beta": 2.0}, {"num_epochs": 2, "num_minibatches": 2}])
 def test_it_learns_and_goes_on_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     sections = {"online_dpo": options, "rollout": {"prompts_per_step": 16}, "optimizer": {"learning_rate": 5e-3}}
-    whole = training(recipe(tmp_path, **sections, run={"steps": 12}), prompts=PROMPTS, rewards=[low_ids])
+    whole = training(online_dpo_recipe(tmp_path, **sections, run={"steps": 12}), prompts=PROMPTS, rewards=[low_ids])
     rewards = [row["reward"] for row in whole.metrics]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.2
     part = training(
-        recipe(tmp_path, **sections, run={"steps": 12, "checkpoint_every": 5}), prompts=PROMPTS, rewards=[low_ids]
+        online_dpo_recipe(tmp_path, **sections, run={"steps": 12, "checkpoint_every": 5}),
+        prompts=PROMPTS,
+        rewards=[low_ids],
     )
     shutil.rmtree(part.run_dir / "final")
     (part.run_dir / "result.json").unlink()
@@ -99,7 +88,9 @@ def test_it_learns_and_goes_on_to_the_bit(tmp_path: Path, options: dict[str, Any
 
 
 def test_a_step_without_a_difference_learns_nothing(tmp_path: Path) -> None:
-    state: Any = Started(recipe(tmp_path), prompts=PROMPTS, rewards=[lambda completions, **_: [1.0] * len(completions)])
+    state: Any = Started(
+        online_dpo_recipe(tmp_path), prompts=PROMPTS, rewards=[lambda completions, **_: [1.0] * len(completions)]
+    )
     result = state.step(state.data.train, 0)
     assert result.metrics["updates"] == 0 and result.metrics["frac_reward_zero_std"] == 1
 
@@ -111,11 +102,11 @@ def test_what_a_pair_cannot_be_is_refused(tmp_path: Path) -> None:
         ({"rollout": {"completions_per_prompt": 1}}, "greater than or equal to 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            recipe(tmp_path, **sections)
+            online_dpo_recipe(tmp_path, **sections)
 
 
 def test_failed_rewards_are_in_no_pair_and_of_equal_ones_the_first_is(tmp_path: Path) -> None:
-    learner: Any = Started(recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids]).learner
+    learner: Any = Started(online_dpo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids]).learner
     reward_PG = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 9.0, 4.0, 0.0], [1.0, 1.0, 7.0, 1.0]])
     valid_PG = torch.tensor([[True] * 4, [True, False, True, False], [True, True, False, True]])
     credit = learner.credit([], Scores(reward_PG, {}, valid_PG), None)
@@ -124,7 +115,7 @@ def test_failed_rewards_are_in_no_pair_and_of_equal_ones_the_first_is(tmp_path: 
 
 
 def test_a_credit_of_another_shape_is_named(tmp_path: Path) -> None:
-    state: Any = Started(recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
+    state: Any = Started(online_dpo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
     state.learner.credit = lambda *_: Credit(torch.ones(4, dtype=torch.bool), torch.ones(4))
     with pytest.raises(InputError, match=r"credit\.learnt_PG"):
         state.step(state.data.train, 0)

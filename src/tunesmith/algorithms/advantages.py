@@ -233,3 +233,9 @@ def rewards_differ(reward_PG: Tensor, valid_PG: Tensor) -> Tensor:
     high_P = reward_PG.masked_fill(~valid_PG, -torch.inf).amax(dim=1)
     low_P = reward_PG.masked_fill(~valid_PG, torch.inf).amin(dim=1)
     return high_P > low_P
+
+
+def highest(score_PG: Tensor, valid_PG: Tensor, num: int) -> Tensor:
+    """True for the `num` valid completions of each group with the highest score, `[P, G]`; of equal ones the first."""
+    order_PG = score_PG.masked_fill(~valid_PG, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    return torch.zeros_like(valid_PG).scatter(1, order_PG[:, :num], True) & valid_PG

@@ -216,7 +216,8 @@ def _loss(pairs: PairLogps, settings: DirectLossSection) -> Tensor:
 
 
 def _loss_of_rewards(chosen_N: Tensor, rejected_N: Tensor, settings: DirectLossSection) -> Tensor:
-    difference_N, smoothing = chosen_N - rejected_N, settings.label_smoothing
+    margin = settings.simpo_gamma if settings.loss == "simpo" else 0.0
+    difference_N, smoothing = chosen_N - rejected_N - margin, settings.label_smoothing
     right_N, wrong_N = -logsigmoid(difference_N), -logsigmoid(-difference_N)
     match settings.loss:
         case "hinge":
@@ -241,9 +242,6 @@ def _loss_of_rewards(chosen_N: Tensor, rejected_N: Tensor, settings: DirectLossS
             exponential_N = (logsigmoid(mix_N) - difference_N).exp()  # w e^-d as one power, which does not overflow
             return torch.sigmoid(-mix_N) * right_N + exponential_N
         case _:
-            if settings.loss == "simpo":
-                right_N = -logsigmoid(difference_N - settings.simpo_gamma)
-                wrong_N = -logsigmoid(settings.simpo_gamma - difference_N)
             return (1 - smoothing) * right_N + smoothing * wrong_N
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tunesmith.algorithms.advantages import highest
 from tunesmith.algorithms.policy_loss import UpdateSize, policy_loss
 from tunesmith.batch.pack import PolicyBatch
 from tunesmith.batch.rollout import Group
@@ -36,7 +37,7 @@ class BestOfN(PolicyStep):
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """The best of each group by the reward, less the KL if that is part of it; each with advantage 1."""
         reward_PG = scores.total_PG if kl_PG is None else scores.total_PG - self.kl.value * kl_PG.to(scores.total_PG)
-        best_PG = is_best(reward_PG, scores.valid_PG, self.cfg.keep)
+        best_PG = highest(reward_PG, scores.valid_PG, self.cfg.keep)
         kept = {"reward/kept": scores.total_PG[best_PG].mean().item()} if best_PG.any() else {}
         return Credit(best_PG, torch.ones_like(reward_PG), kept)
 
@@ -58,13 +59,3 @@ class BestOfN(PolicyStep):
     def figures(self, scores: Scores, batch: PolicyBatch, stats: metrics.UpdateStats) -> Metrics:
         """As of every step, and the mean -log p of a token over all updates."""
         return {**PolicyStep.figures(self, scores, batch, stats), "loss": stats.metrics()["loss/policy_avg"]}
-
-
-def is_best(reward_PG: torch.Tensor, valid_PG: torch.Tensor, num_kept: int) -> torch.Tensor:
-    """True for the `num_kept` completions of each group with the highest reward, `[P, G]`.
-
-    Completions whose reward failed are never kept; of equal rewards the first drawn is kept.
-    """
-    order_PG = reward_PG.masked_fill(~valid_PG, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-    is_best_PG = torch.zeros_like(valid_PG).scatter(1, order_PG[:, :num_kept], True)
-    return is_best_PG & valid_PG

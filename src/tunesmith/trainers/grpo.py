@@ -121,9 +121,8 @@ def kept_of(scores: Scores, length_PG: torch.Tensor, num: int, by: Keep) -> torc
     GFPO (Shrivastava et al. 2025, arXiv 2508.09726) draws more completions and learns the concise ones, so that lengths
     do not grow.
     """
-    cost_PG = length_PG.double() if by == "shortest" else -scores.total_PG.double() / length_PG
-    order_PG = cost_PG.masked_fill(~scores.valid_PG, torch.inf).sort(dim=1, stable=True).indices
-    return torch.zeros_like(scores.valid_PG).scatter(1, order_PG[:, :num], True) & scores.valid_PG
+    score_PG = -length_PG.double() if by == "shortest" else scores.total_PG.double() / length_PG
+    return advantages.highest(score_PG, scores.valid_PG, num)
 
 
 def left_out(cfg: GRPOSection, groups: Sequence[Group]) -> torch.Tensor:

@@ -39,14 +39,8 @@ class OnlineDPO(PolicyStep):
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """The best of each group with advantage 1, the worst with -1; of equal ones the first."""
         differs_P = advantages.rewards_differ(scores.total_PG, scores.valid_PG)
-        ends = [
-            torch.zeros_like(scores.valid_PG).scatter(1, place_P[:, None], True) & differs_P[:, None]
-            for place_P in (
-                scores.total_PG.masked_fill(~scores.valid_PG, -torch.inf).argmax(dim=1),
-                scores.total_PG.masked_fill(~scores.valid_PG, torch.inf).argmin(dim=1),
-            )
-        ]
-        best_PG, worst_PG = ends
+        comparable_PG = scores.valid_PG & differs_P[:, None]
+        best_PG, worst_PG = (advantages.highest(sign * scores.total_PG, comparable_PG, 1) for sign in (1, -1))
         figures = {"frac_reward_zero_std": (~differs_P).float().mean().item()}
         return Credit(best_PG | worst_PG, best_PG.float() - worst_PG.float(), figures, best_PG | worst_PG)
 

@@ -44,7 +44,7 @@ BatchT = TypeVar("BatchT", bound=PolicyBatch)
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What a step learns: which completions, `learnt_PG`, and the advantage (in PPO: the reward) of each, `[P, G]`.
+    """The completions that a step learns, `learnt_PG`, and the advantage (in PPO: the reward) of each, `[P, G]`.
 
     `figures` are metrics of the choice. `compared_PG` are the completions that it was made from, which a mean over
     completions counts also where they are not learnt; None is all whose reward is known.
@@ -186,7 +186,7 @@ class PolicyStep(PolicyWithKL):
     # An algorithm has its own `credit`, and perhaps others in place of those below.
 
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
-        """Which completions are learnt; `kl_PG` is their KL to the reference, if that is part of their reward."""
+        """The completions that are learnt; `kl_PG` is their KL to the reference, if that is part of their reward."""
         raise NotImplementedError
 
     def figures(self, scores: Scores, batch: PolicyBatch, stats: metrics.UpdateStats) -> Metrics:
