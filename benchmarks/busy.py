@@ -20,7 +20,7 @@ from benchmarks.plants.spin import __file__ as SPIN
 from benchmarks.process import Process
 from benchmarks.step import PROMPTS, OurStep
 from benchmarks.trl import Taken, exported
-from tunesmith.core.system import SPIN_COUNT
+from tunesmith.base.core.system import SPIN_COUNT
 
 _STAGES = {"rollout": "time/rollout_s", "update": "time/update_s"}
 _DEFAULT_OF_OPENMP = "300000"

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from tunesmith.kernels.logprob import torch_impl as logprob_torch
-from tunesmith.kernels.logprob.api import chosen_logp_entropy
-from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
-from tunesmith.kernels.native import Choice, Kernels
-from tunesmith.kernels.preference import torch_impl as preference_torch
-from tunesmith.kernels.preference.api import iterative_tuning, process_user_preference, update_in_place
-from tunesmith.kernels.preference.torch_impl import PreferenceBatch
-from tunesmith.kernels.sample import torch_impl as sample_torch
-from tunesmith.kernels.sample.api import draw_in_triton, sample
-from tunesmith.kernels.sample.torch_impl import NoiseKeys, SampleSettings
+from tunesmith.engine.kernels.logprob import torch_impl as logprob_torch
+from tunesmith.engine.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.engine.kernels.logprob.head import OutputLayer, head_logp_entropy
+from tunesmith.engine.kernels.native import Choice, Kernels
+from tunesmith.engine.kernels.preference import torch_impl as preference_torch
+from tunesmith.engine.kernels.preference.api import iterative_tuning, process_user_preference, update_in_place
+from tunesmith.engine.kernels.preference.torch_impl import PreferenceBatch
+from tunesmith.engine.kernels.sample import torch_impl as sample_torch
+from tunesmith.engine.kernels.sample.api import draw_in_triton, sample
+from tunesmith.engine.kernels.sample.torch_impl import NoiseKeys, SampleSettings
 
 Work = Callable[[], object]
 

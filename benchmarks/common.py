@@ -21,8 +21,8 @@ from typing import Any, cast
 import psutil
 import torch
 
-from tunesmith.core.errors import InputError, TunesmithError
-from tunesmith.runs.environment import (
+from tunesmith.base.core.errors import InputError, TunesmithError
+from tunesmith.base.runs.environment import (
     core_numbers,
     cpu_model,
     package_version,
@@ -30,7 +30,7 @@ from tunesmith.runs.environment import (
     reset_peak_rss,
     usable_cores,
 )
-from tunesmith.runs.folder import finite
+from tunesmith.base.runs.folder import finite
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,17 +14,17 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from benchmarks.process import Contender
 from benchmarks.workloads import Drawn, Workload, checked
-from tunesmith.batch.pack import pack
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.system import keep_freed_memory
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import language_model
-from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.tokenizer import stop_token_ids
-from tunesmith.rollout.factory import open_engine
-from tunesmith.trainers.passes import logps
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.system import keep_freed_memory
+from tunesmith.engine.batch.pack import pack
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.tokenizer import stop_token_ids
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.learn.trainers.passes import logps
 
 _SCORED_ROWS = 16  # rows of one pass of the trainer while log-probs are compared
 _NO_TOKEN = -1  # continuous batching takes this for "no end-of-sequence token"

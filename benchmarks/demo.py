@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.common import Say, benchmark, head, print_table, run
 from benchmarks.process import tunesmith
-from tunesmith.runs.folder import read_jsonl
+from tunesmith.base.runs.folder import read_jsonl
 
 BARS: Mapping[str, Callable[[float], bool]] = MappingProxyType(
     {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Say, benchmark, head, load_facts, load_warning, measure_load, print_table, run
-from tunesmith.core.errors import TrainingError
+from tunesmith.base.core.errors import TrainingError
 
 _SAID = re.compile(r"time: about (.+?) for (.+), by a trial")
 _STAGE = re.compile(r"\[\d/\d\] ")

@@ -19,15 +19,15 @@ import transformers
 
 from benchmarks.common import ROOT, Say, benchmark, machine_facts, print_table, run
 from tunesmith import train
-from tunesmith.batch.pack import pack
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.sections import TINY_FAMILIES
-from tunesmith.core.errors import TunesmithError
-from tunesmith.models.language_model import FullForward, language_model
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.factory import open_engine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import TINY_FAMILIES
+from tunesmith.base.core.errors import TunesmithError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.pack import pack
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.language_model import FullForward, language_model
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
 
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
 

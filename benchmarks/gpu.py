@@ -22,9 +22,9 @@ from benchmarks.common import ROOT, Say, benchmark, machine_facts, run
 from benchmarks.gpu_rows import ROWS, WorkerSettings
 from benchmarks.gpu_table import facts_of, show
 from benchmarks.process import Process
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.runs.environment import cpu_model, usable_cores
-from tunesmith.runs.folder import RunFolder, finite
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.runs.environment import cpu_model, usable_cores
+from tunesmith.base.runs.folder import RunFolder, finite
 
 SUMMARY = "gpu.json"
 DERIVED = ("shares", "is_correct")

@@ -26,15 +26,15 @@ from benchmarks.gpu_measure import Clock, Floor, Measured, Timing, count_launche
 from benchmarks.roofline import linear_weights
 from benchmarks.update import OurUpdate, UpdateSize, batch_of
 from benchmarks.workloads import Workload
-from tunesmith.batch.pack import pack
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.core.errors import TrainingError
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import FullForward, LanguageModel, language_model
-from tunesmith.models.loaded import LoadedModel, PreTrainedModel, quiet_transformers
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.factory import open_engine
+from tunesmith.base.core.errors import TrainingError
+from tunesmith.engine.batch.pack import pack
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.language_model import FullForward, LanguageModel, language_model
+from tunesmith.engine.models.loaded import LoadedModel, PreTrainedModel, quiet_transformers
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
 
 _QWEN: Mapping[str, object] = {
     "vocab_size": 151936,

@@ -13,7 +13,7 @@ import torch
 from benchmarks import cases, gpu_measure, gpu_models, layer_cases
 from benchmarks.cases import Case, Setting
 from benchmarks.gpu_measure import Clock, Measured
-from tunesmith.core.trace import span, trace
+from tunesmith.base.core.trace import span, trace
 
 _MUCH_BYTES = 1 << 30
 _QWEN, _LLAMA = (896, 151936), (2048, 128256)

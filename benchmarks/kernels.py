@@ -28,7 +28,7 @@ from benchmarks.common import (
     run,
     spread_text,
 )
-from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.base.core.errors import InputError, TrainingError
 
 CASES: Mapping[str, Callable[[cases.Setting], cases.Case]] = {
     "preference": cases.preference_case,

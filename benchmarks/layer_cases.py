@@ -11,29 +11,29 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from benchmarks.cases import ULP, Case, Setting, error_of, liger
-from tunesmith.algorithms.kl import penalty
-from tunesmith.algorithms.policy_loss import surrogate
-from tunesmith.batch.upload import Uploader
-from tunesmith.kernels.adamw import torch_impl as adamw_torch
-from tunesmith.kernels.adamw.api import adamw
-from tunesmith.kernels.adamw.torch_impl import AdamWSettings, FloatMoments, ParameterUpdate
-from tunesmith.kernels.attention import torch_impl as attention_torch
-from tunesmith.kernels.attention.api import attend
-from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
-from tunesmith.kernels.digest import torch_impl as digest_torch
-from tunesmith.kernels.digest.api import digests
-from tunesmith.kernels.gae import torch_impl as gae_torch
-from tunesmith.kernels.gae.api import gae
-from tunesmith.kernels.gated import torch_impl as gated_torch
-from tunesmith.kernels.gated.api import gated
-from tunesmith.kernels.masked_softmax import torch_impl as softmax_torch
-from tunesmith.kernels.masked_softmax.api import masked_softmax
-from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss.api import fused_policy_loss
-from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
-from tunesmith.kernels.rms_norm import torch_impl as norm_torch
-from tunesmith.kernels.rms_norm.api import add_rms_norm
+from tunesmith.engine.batch.upload import Uploader
+from tunesmith.engine.kernels.adamw import torch_impl as adamw_torch
+from tunesmith.engine.kernels.adamw.api import adamw
+from tunesmith.engine.kernels.adamw.torch_impl import AdamWSettings, FloatMoments, ParameterUpdate
+from tunesmith.engine.kernels.attention import torch_impl as attention_torch
+from tunesmith.engine.kernels.attention.api import attend
+from tunesmith.engine.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
+from tunesmith.engine.kernels.digest import torch_impl as digest_torch
+from tunesmith.engine.kernels.digest.api import digests
+from tunesmith.engine.kernels.gae import torch_impl as gae_torch
+from tunesmith.engine.kernels.gae.api import gae
+from tunesmith.engine.kernels.gated import torch_impl as gated_torch
+from tunesmith.engine.kernels.gated.api import gated
+from tunesmith.engine.kernels.masked_softmax import torch_impl as softmax_torch
+from tunesmith.engine.kernels.masked_softmax.api import masked_softmax
+from tunesmith.engine.kernels.masked_softmax.torch_impl import KeyMask
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.policy_loss.api import fused_policy_loss
+from tunesmith.engine.kernels.policy_loss.records import PolicyTerms, PolicyTokens
+from tunesmith.engine.kernels.rms_norm import torch_impl as norm_torch
+from tunesmith.engine.kernels.rms_norm.api import add_rms_norm
+from tunesmith.learn.algorithms.kl import penalty
+from tunesmith.learn.algorithms.policy_loss import surrogate
 
 _EPSILON = 1e-6
 _CHECKED_ROWS, _CHECKED_SEQUENCES = 256, 4

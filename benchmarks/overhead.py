@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Say, benchmark, head, in_turns, load_warning, paired, print_table, run
-from tunesmith.config.schema import RECIPES, SPECS
-from tunesmith.profiling.meter import metering
-from tunesmith.runs.folder import read_jsonl
-from tunesmith.trainers import setup
-from tunesmith.trainers.api import Inputs, Metrics
-from tunesmith.trainers.computing import rates_of
-from tunesmith.trainers.run import run as train
-from tunesmith.trainers.run import take_step, task_of
-from tunesmith.trainers.session import Job, Session, open_session
+from tunesmith.base.config.schema import RECIPES, SPECS
+from tunesmith.base.runs.folder import read_jsonl
+from tunesmith.learn.trainers import setup
+from tunesmith.learn.trainers.api import Inputs, Metrics
+from tunesmith.learn.trainers.computing import rates_of
+from tunesmith.learn.trainers.run import run as train
+from tunesmith.learn.trainers.run import take_step, task_of
+from tunesmith.learn.trainers.session import Job, Session, open_session
+from tunesmith.observe.profiling.meter import metering
 
 BLOCK_S = 3.0
 """A block has as many steps as take this long: the meter reads some figures only four times a second."""

@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 
 from benchmarks.common import Say, benchmark, head, load_facts, measure_load, print_table, run
-from tunesmith.core.errors import InputError
-from tunesmith.store.records import CampaignSettings
-from tunesmith.store.runs import RunStore
-from tunesmith.store.votes import VoteStore
+from tunesmith.base.core.errors import InputError
+from tunesmith.collect.store.records import CampaignSettings
+from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.store.votes import VoteStore
 
 PAINT_S, INTERACTION_MS = 0.3, 100.0
 """The bars."""

@@ -16,12 +16,12 @@ from typing import Any
 
 from benchmarks.common import Say, benchmark, machine_facts, print_table, run
 from benchmarks.process import tunesmith
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.planning.calibration import PUBLISHED, published_factor, published_model, published_step
-from tunesmith.planning.from_run import MeasuredRun, read_measured
-from tunesmith.planning.planner import Planner
-from tunesmith.planning.simulation import draw_s, run_queue, sample_lengths
-from tunesmith.rollout.workers.queue import WorkQueue
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.engine.rollout.workers.queue import WorkQueue
+from tunesmith.observe.planning.calibration import PUBLISHED, published_factor, published_model, published_step
+from tunesmith.observe.planning.from_run import MeasuredRun, read_measured
+from tunesmith.observe.planning.planner import Planner
+from tunesmith.observe.planning.simulation import draw_s, run_queue, sample_lengths
 
 
 def published() -> list[dict[str, float]]:

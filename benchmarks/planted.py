@@ -26,8 +26,8 @@ from benchmarks.common import Say, benchmark, machine_facts, measure_load, print
 from benchmarks.plants.causes import CAUSES, HEALTHY, NOT_RUN, SEEN, Cause, Setup
 from benchmarks.plants.files import write_files
 from benchmarks.process import free_port, tunesmith
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.runs.folder import RunFolder
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.runs.folder import RunFolder
 
 VARIANTS = ("strong", "mild", "together")
 _STEPS, _QUICK_STEPS = {"strong": 10, "mild": 30, "together": 10}, 4

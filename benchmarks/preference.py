@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.cases import preference_part, preference_ways
 from benchmarks.common import ROOT, Say, benchmark, in_turns, machine_facts, repeated, run
-from tunesmith.core.system import keep_freed_memory
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference.torch_impl import PreferenceBatch
+from tunesmith.base.core.system import keep_freed_memory
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.preference.torch_impl import PreferenceBatch
 
 _WIDTH, _NUM_BATCHES, _PATTERN_ROWS = 512, 10, 10_000
 _ROUNDS = {1_000: 101, 10_000: 31, 100_000: 15, 1_000_000: 7}

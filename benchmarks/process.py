@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from benchmarks.common import ROOT
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 
 _LOG_LINES = 20
 _PROGRAM = "import sys; from benchmarks.process import main; main(*sys.argv[1:])"

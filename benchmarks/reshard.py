@@ -26,19 +26,19 @@ from benchmarks.common import (
     run,
     seconds_of,
 )
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.scale_sections import ScaleSection
-from tunesmith.distributed.group import TensorGroup
-from tunesmith.distributed.launch import ranks_of
-from tunesmith.distributed.ranks import gathered, rank
-from tunesmith.distributed.reshard import reshard, shape_of
-from tunesmith.models.language_model import language_model
-from tunesmith.models.layouts import Division, layout_of, parts_of
-from tunesmith.models.tensor_parallel import tensor_parallel
-from tunesmith.models.tiny import scratch_model
-from tunesmith.rollout.factory import open_engine
-from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.scale_sections import ScaleSection
+from tunesmith.base.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.distributed.group import TensorGroup
+from tunesmith.engine.distributed.launch import ranks_of
+from tunesmith.engine.distributed.ranks import gathered, rank
+from tunesmith.engine.distributed.reshard import reshard, shape_of
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.layouts import Division, layout_of, parts_of
+from tunesmith.engine.models.tensor_parallel import tensor_parallel
+from tunesmith.engine.models.tiny import scratch_model
+from tunesmith.engine.rollout.factory import open_engine
 
 STAGES, SLICES = Division(stages=2), Division(tensor=2)
 

@@ -31,12 +31,12 @@ from benchmarks.process import Process
 from benchmarks.roofline import SHOWN_ROWS, Products, Rates, ideal_s, needed_rows
 from benchmarks.vllm_engine import VARIABLES, VLLMSettings, vllm_python
 from benchmarks.workloads import NAMES, Drawn, Workload, workload
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import InputError
-from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import LoadedModel, context_length
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.export import ModelCard, save_final
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.loaded import LoadedModel, context_length
 
 BASELINES = ("transformers", "transformers-cb", "vllm")
 OURS = "tunesmith"

@@ -15,9 +15,9 @@ from torch import nn
 from benchmarks.common import seconds_of
 from benchmarks.contenders import ModelSettings
 from benchmarks.workloads import Workload
-from tunesmith.kernels.linear.api import BlocksLikeTorch, linear, pack
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.loaded import PreTrainedModel
+from tunesmith.engine.kernels.linear.api import BlocksLikeTorch, linear, pack
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.loaded import PreTrainedModel
 
 SHOWN_ROWS = (16, 32, 64, 128)
 """Rows whose rates are always measured and shown."""

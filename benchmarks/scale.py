@@ -41,15 +41,15 @@ from benchmarks.common import (
 )
 from benchmarks.plan import trained
 from tunesmith import train
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.sections import ModelSection
-from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.workers.engine import WorkerEngine, Workers
-from tunesmith.runs.folder import read_jsonl
-from tunesmith.schema.records import Prompt
-from tunesmith.trainers.setup import RunResult
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.runs.folder import read_jsonl
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.workers.engine import WorkerEngine, Workers
+from tunesmith.learn.trainers.setup import RunResult
 
 _SLICE_S = 0.02
 _N = 4

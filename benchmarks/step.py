@@ -29,11 +29,11 @@ from benchmarks.trl import (
     pair_facts,
     show_pair,
 )
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.core.errors import TrainingError
-from tunesmith.models.load import compute_dtype
-from tunesmith.trainers.grpo import GRPO
-from tunesmith.trainers.rollouts import PolicyTask
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.core.errors import TrainingError
+from tunesmith.engine.models.load import compute_dtype
+from tunesmith.learn.trainers.grpo import GRPO
+from tunesmith.learn.trainers.rollouts import PolicyTask
 
 PROMPTS = (
     "The old house at the end",

@@ -20,17 +20,17 @@ from transformers import TrainerCallback
 
 from benchmarks.common import Say, in_turns, load_warning, paired, spread_text
 from benchmarks.process import Process, Server
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import MissingDependencyError, TrainingError
-from tunesmith.core.trace import trace
-from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.load import load_policy
-from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
-from tunesmith.trainers import setup
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.grpo import GRPO
-from tunesmith.trainers.rollouts import PolicyTask
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import MissingDependencyError, TrainingError
+from tunesmith.base.core.trace import trace
+from tunesmith.base.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
+from tunesmith.engine.models.export import ModelCard, save_final
+from tunesmith.engine.models.load import load_policy
+from tunesmith.learn.trainers import setup
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.grpo import GRPO
+from tunesmith.learn.trainers.rollouts import PolicyTask
 
 LEARNING_RATE = 1e-6
 MICRO_BATCHES = (4, 8, 16, 32)

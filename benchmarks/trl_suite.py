@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.common import ROOT, Say, benchmark, git, machine_facts, print_table, run
 from benchmarks.trl_plugin import read_log, started, write_log
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.runs.environment import package_version
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.runs.environment import package_version
 
 SUITES = {name: f"{name.upper()}Trainer" for name in ("grpo", "rloo", "dpo", "sft", "kto")} | {
     "reward": "RewardTrainer"

@@ -25,7 +25,7 @@ from benchmarks.common import Say, benchmark, head, in_turns, load_warning, pair
 from benchmarks.process import Process
 from benchmarks.step import check_same_work
 from benchmarks.trl import MANY_STEPS, TRL, Memory, Taken, exported, load_trl, round_line, step_callback
-from tunesmith.core.errors import InputError
+from tunesmith.base.core.errors import InputError
 
 OURS = "tunesmith.integrations.trl"
 SCRIPTS = {"grpo": "arithmetic", "dpo": "preference", "sft": "demonstrations", "reward": "reward"}

@@ -35,18 +35,18 @@ from benchmarks.trl import (
     show_pair,
     token_sum,
 )
-from tunesmith.algorithms.advantages import group_relative
-from tunesmith.batch.pack import pack
-from tunesmith.batch.rollout import Completion, Group
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.models.language_model import LanguageModel
-from tunesmith.models.load import compute_dtype, load_policy
-from tunesmith.schema.records import Prompt
-from tunesmith.trainers import passes
-from tunesmith.trainers.grpo import GRPO
-from tunesmith.trainers.rollouts import PolicyTask
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.pack import pack
+from tunesmith.engine.batch.rollout import Completion, Group
+from tunesmith.engine.models.language_model import LanguageModel
+from tunesmith.engine.models.load import compute_dtype, load_policy
+from tunesmith.learn.algorithms.advantages import group_relative
+from tunesmith.learn.trainers import passes
+from tunesmith.learn.trainers.grpo import GRPO
+from tunesmith.learn.trainers.rollouts import PolicyTask
 
 _WARM_UP_UPDATES = 2  # the first makes optimizer states and primitives, the second finds its memory fragmented
 _MEMORY_UPDATES = 2

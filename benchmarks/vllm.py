@@ -24,13 +24,13 @@ import tunesmith
 from benchmarks.common import machine_facts
 from benchmarks.process import free_port
 from benchmarks.vllm_engine import vllm_python
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import InputError
-from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.load import load_policy
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.run import run
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.models.export import ModelCard, save_final
+from tunesmith.engine.models.load import load_policy
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.run import run
 
 KILL_AT = 7
 _PROMPTS = ("The film was", "My weekend in town", "In the old house", "She opened the letter and")
@@ -56,7 +56,7 @@ class VLLMServer:
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "float32"),
             *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
             *("--max-model-len", str(max_model_len), "--logprobs-mode", "processed_logprobs"),
-            *("--worker-extension-cls", "tunesmith.rollout.remote.worker.WeightLoader"),
+            *("--worker-extension-cls", "tunesmith.engine.rollout.remote.worker.WeightLoader"),
         ]
         self._process: subprocess.Popen[bytes] | None = None
 

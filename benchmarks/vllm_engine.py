@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.process import Contender
 from benchmarks.workloads import Drawn, Workload, checked
-from tunesmith.core.errors import InputError
+from tunesmith.base.core.errors import InputError
 
 VARIABLES = MappingProxyType(
     {

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.core.seeds import permutation
-from tunesmith.models.loaded import PreTrainedTokenizerBase
-from tunesmith.models.tokenizer import encode_prompt
-from tunesmith.schema.records import Prompt
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.core.seeds import permutation
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
+from tunesmith.engine.models.tokenizer import encode_prompt
 
 NAMES = ("plain", "seed", "shared")
 BATCHES = {f"batch{size}": size for size in (1, 4, 16, 64, 256)}

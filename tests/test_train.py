@@ -7,7 +7,7 @@ import pytest
 
 import tunesmith
 from tunesmith import train
-from tunesmith.core.errors import ConfigError
+from tunesmith.base.core.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", ["ppo", "best_of_n", "distill", "reward", "dpo", "sft"])

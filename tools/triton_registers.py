@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunesmith.core.errors import TritonUnavailableError
+from tunesmith.base.core.errors import TritonUnavailableError
 
 if TYPE_CHECKING:
     from triton_variants import Variant

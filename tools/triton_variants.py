@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from tunesmith.kernels.advance import triton_impl as advance
-from tunesmith.kernels.attention import triton_impl as attention
-from tunesmith.kernels.attention.records import AttentionSettings
-from tunesmith.kernels.attention.triton_impl import AttentionPlan
-from tunesmith.kernels.gae import triton_impl as gae
-from tunesmith.kernels.gated import triton_impl as gated
-from tunesmith.kernels.launching import LaunchPlan, ceil_div
-from tunesmith.kernels.logprob import triton_impl as logprob
-from tunesmith.kernels.masked_softmax import triton_impl as softmax
-from tunesmith.kernels.policy_loss import triton_impl as policy
-from tunesmith.kernels.preference import triton_impl as preference
-from tunesmith.kernels.rms_norm import triton_impl as norm
-from tunesmith.kernels.rms_norm.torch_impl import LONGEST
-from tunesmith.kernels.sample import triton_impl as sampler
+from tunesmith.engine.kernels.advance import triton_impl as advance
+from tunesmith.engine.kernels.attention import triton_impl as attention
+from tunesmith.engine.kernels.attention.records import AttentionSettings
+from tunesmith.engine.kernels.attention.triton_impl import AttentionPlan
+from tunesmith.engine.kernels.gae import triton_impl as gae
+from tunesmith.engine.kernels.gated import triton_impl as gated
+from tunesmith.engine.kernels.launching import LaunchPlan, ceil_div
+from tunesmith.engine.kernels.logprob import triton_impl as logprob
+from tunesmith.engine.kernels.masked_softmax import triton_impl as softmax
+from tunesmith.engine.kernels.policy_loss import triton_impl as policy
+from tunesmith.engine.kernels.preference import triton_impl as preference
+from tunesmith.engine.kernels.rms_norm import triton_impl as norm
+from tunesmith.engine.kernels.rms_norm.torch_impl import LONGEST
+from tunesmith.engine.kernels.sample import triton_impl as sampler
 
 CAPABILITIES = (70, 80, 90)
 """V100, A100, H100 and H200: compute capability times ten."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.kernels.linear.api import cpu_has_bfloat16
+from tunesmith.engine.kernels.linear.api import cpu_has_bfloat16
 
 _SLOW_DTYPE = "float32" if cpu_has_bfloat16() else "bfloat16"
 """What this machine is not fast in: bfloat16 is emulated where the processor has none, dozens of times slower."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tunesmith.models.tiny import EOS_ID, byte_tokenizer, scratch_model
+from tunesmith.engine.models.tiny import EOS_ID, byte_tokenizer, scratch_model
 
 _LIKING = 1.25
 _LETTERS = "abcdefghijklmnopqrstuvwxyz    "

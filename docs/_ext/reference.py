@@ -16,9 +16,9 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
 import tunesmith
-from tunesmith.config.keys import Key, leaves
-from tunesmith.config.recipe import Recipe
-from tunesmith.config.schema import RECIPES
+from tunesmith.base.config.keys import Key, leaves
+from tunesmith.base.config.recipe import Recipe
+from tunesmith.base.config.schema import RECIPES
 
 
 def config_markdown() -> str:

@@ -8,43 +8,43 @@ nothing heavy.
 import importlib
 from typing import TYPE_CHECKING
 
-from tunesmith.core.system import compute_alone_after_fork, limit_spinning
-from tunesmith.core.version import __version__
+from tunesmith.base.core.system import compute_alone_after_fork, limit_spinning
+from tunesmith.base.core.version import __version__
 
 if TYPE_CHECKING:
     from tunesmith import train
-    from tunesmith.algorithms.advantages import group_relative
-    from tunesmith.algorithms.policy_loss import policy_loss
-    from tunesmith.batch.pack import Sequences, pack
-    from tunesmith.batch.rollout import Completion, Group, SamplingParams
-    from tunesmith.config.load import load_recipe
-    from tunesmith.config.sections import ModelSection, OptimizerSection
-    from tunesmith.core.errors import InputError, TunesmithError
-    from tunesmith.data.prompts import load_prompts
-    from tunesmith.data.vote_files import write_votes
-    from tunesmith.evaluation.compare import Comparison, Side, compare
-    from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
-    from tunesmith.models.language_model import LanguageModel, language_model
-    from tunesmith.models.load import load_policy
-    from tunesmith.models.loaded import LoadedModel
-    from tunesmith.models.logprob import TokenScores, token_logps
-    from tunesmith.models.lora import frozen_copy
-    from tunesmith.models.optimizer import MasterAdamW, StepReport
-    from tunesmith.rewards.scorer import Scorer, Scores
-    from tunesmith.rollout.engine import Engine
-    from tunesmith.rollout.factory import open_engine
-    from tunesmith.rollout.remote.connection import VLLM
-    from tunesmith.rollout.workers.engine import Workers
-    from tunesmith.schema.records import Prompt
-    from tunesmith.store.records import Candidate, NewItem
-    from tunesmith.store.vote_reader import VoteReader
-    from tunesmith.store.votes import VoteStore
-    from tunesmith.trainers.api import Inputs, Learner, StepResult
-    from tunesmith.trainers.grpo import GRPO
-    from tunesmith.trainers.ppo import PPO
-    from tunesmith.trainers.run import run
-    from tunesmith.web.server import serve
-    from tunesmith.web.settings import ServerSettings
+    from tunesmith.base.config.load import load_recipe
+    from tunesmith.base.config.sections import ModelSection, OptimizerSection
+    from tunesmith.base.core.errors import InputError, TunesmithError
+    from tunesmith.base.schema.records import Prompt
+    from tunesmith.collect.data.prompts import load_prompts
+    from tunesmith.collect.data.vote_files import write_votes
+    from tunesmith.collect.store.records import Candidate, NewItem
+    from tunesmith.collect.store.vote_reader import VoteReader
+    from tunesmith.collect.store.votes import VoteStore
+    from tunesmith.collect.web.server import serve
+    from tunesmith.collect.web.settings import ServerSettings
+    from tunesmith.engine.batch.pack import Sequences, pack
+    from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams
+    from tunesmith.engine.kernels.policy_loss.records import PolicyTerms, PolicyTokens
+    from tunesmith.engine.models.language_model import LanguageModel, language_model
+    from tunesmith.engine.models.load import load_policy
+    from tunesmith.engine.models.loaded import LoadedModel
+    from tunesmith.engine.models.logprob import TokenScores, token_logps
+    from tunesmith.engine.models.lora import frozen_copy
+    from tunesmith.engine.models.optimizer import MasterAdamW, StepReport
+    from tunesmith.engine.rollout.engine import Engine
+    from tunesmith.engine.rollout.factory import open_engine
+    from tunesmith.engine.rollout.remote.connection import VLLM
+    from tunesmith.engine.rollout.workers.engine import Workers
+    from tunesmith.learn.algorithms.advantages import group_relative
+    from tunesmith.learn.algorithms.policy_loss import policy_loss
+    from tunesmith.learn.evaluation.compare import Comparison, Side, compare
+    from tunesmith.learn.rewards.scorer import Scorer, Scores
+    from tunesmith.learn.trainers.api import Inputs, Learner, StepResult
+    from tunesmith.learn.trainers.grpo import GRPO
+    from tunesmith.learn.trainers.ppo import PPO
+    from tunesmith.learn.trainers.run import run
 
 __all__ = [
     "GRPO",
@@ -99,38 +99,38 @@ __all__ = [
 ]
 
 _NAMES = {
-    "tunesmith.algorithms.advantages": "group_relative",
-    "tunesmith.algorithms.policy_loss": "policy_loss",
-    "tunesmith.batch.pack": "Sequences pack",
-    "tunesmith.batch.rollout": "Completion Group SamplingParams",
-    "tunesmith.config.load": "load_recipe",
-    "tunesmith.config.sections": "ModelSection OptimizerSection",
-    "tunesmith.core.errors": "InputError TunesmithError",
-    "tunesmith.data.prompts": "load_prompts",
-    "tunesmith.data.vote_files": "write_votes",
-    "tunesmith.evaluation.compare": "Comparison Side compare",
-    "tunesmith.kernels.policy_loss.records": "PolicyTerms PolicyTokens",
-    "tunesmith.models.language_model": "LanguageModel language_model",
-    "tunesmith.models.load": "load_policy",
-    "tunesmith.models.loaded": "LoadedModel",
-    "tunesmith.models.logprob": "TokenScores token_logps",
-    "tunesmith.models.lora": "frozen_copy",
-    "tunesmith.models.optimizer": "MasterAdamW StepReport",
-    "tunesmith.rewards.scorer": "Scorer Scores",
-    "tunesmith.rollout.engine": "Engine",
-    "tunesmith.rollout.factory": "open_engine",
-    "tunesmith.rollout.remote.connection": "VLLM",
-    "tunesmith.rollout.workers.engine": "Workers",
-    "tunesmith.schema.records": "Prompt",
-    "tunesmith.store.records": "Candidate NewItem",
-    "tunesmith.store.vote_reader": "VoteReader",
-    "tunesmith.store.votes": "VoteStore",
-    "tunesmith.trainers.api": "Inputs Learner StepResult",
-    "tunesmith.trainers.grpo": "GRPO",
-    "tunesmith.trainers.ppo": "PPO",
-    "tunesmith.trainers.run": "run",
-    "tunesmith.web.server": "serve",
-    "tunesmith.web.settings": "ServerSettings",
+    "tunesmith.learn.algorithms.advantages": "group_relative",
+    "tunesmith.learn.algorithms.policy_loss": "policy_loss",
+    "tunesmith.engine.batch.pack": "Sequences pack",
+    "tunesmith.engine.batch.rollout": "Completion Group SamplingParams",
+    "tunesmith.base.config.load": "load_recipe",
+    "tunesmith.base.config.sections": "ModelSection OptimizerSection",
+    "tunesmith.base.core.errors": "InputError TunesmithError",
+    "tunesmith.collect.data.prompts": "load_prompts",
+    "tunesmith.collect.data.vote_files": "write_votes",
+    "tunesmith.learn.evaluation.compare": "Comparison Side compare",
+    "tunesmith.engine.kernels.policy_loss.records": "PolicyTerms PolicyTokens",
+    "tunesmith.engine.models.language_model": "LanguageModel language_model",
+    "tunesmith.engine.models.load": "load_policy",
+    "tunesmith.engine.models.loaded": "LoadedModel",
+    "tunesmith.engine.models.logprob": "TokenScores token_logps",
+    "tunesmith.engine.models.lora": "frozen_copy",
+    "tunesmith.engine.models.optimizer": "MasterAdamW StepReport",
+    "tunesmith.learn.rewards.scorer": "Scorer Scores",
+    "tunesmith.engine.rollout.engine": "Engine",
+    "tunesmith.engine.rollout.factory": "open_engine",
+    "tunesmith.engine.rollout.remote.connection": "VLLM",
+    "tunesmith.engine.rollout.workers.engine": "Workers",
+    "tunesmith.base.schema.records": "Prompt",
+    "tunesmith.collect.store.records": "Candidate NewItem",
+    "tunesmith.collect.store.vote_reader": "VoteReader",
+    "tunesmith.collect.store.votes": "VoteStore",
+    "tunesmith.learn.trainers.api": "Inputs Learner StepResult",
+    "tunesmith.learn.trainers.grpo": "GRPO",
+    "tunesmith.learn.trainers.ppo": "PPO",
+    "tunesmith.learn.trainers.run": "run",
+    "tunesmith.collect.web.server": "serve",
+    "tunesmith.collect.web.settings": "ServerSettings",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from tunesmith.cli.main import main
+from tunesmith.apps.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

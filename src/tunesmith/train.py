@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.load import load_recipe
-from tunesmith.data.demonstrations import DemonstrationLike
-from tunesmith.data.prompts import PromptLike
-from tunesmith.data.tables import as_rows
-from tunesmith.rewards.sources import RewardLike, reward_list
-from tunesmith.trainers import resume as _resume
-from tunesmith.trainers.api import Inputs, Listener
-from tunesmith.trainers.setup import RunResult
+from tunesmith.base.config.load import load_recipe
+from tunesmith.collect.data.demonstrations import DemonstrationLike
+from tunesmith.collect.data.prompts import PromptLike
+from tunesmith.collect.data.tables import as_rows
+from tunesmith.learn.rewards.sources import RewardLike, reward_list
+from tunesmith.learn.trainers import resume as _resume
+from tunesmith.learn.trainers.api import Inputs, Listener
+from tunesmith.learn.trainers.setup import RunResult
 
 __all__ = ["RunResult", "best_of_n", "distill", "dpo", "grpo", "online_dpo", "ppo", "resume", "reward", "sft"]
 
@@ -51,7 +51,7 @@ def ppo(
     be overridden, whole sections as a dict (`rollout={"max_new_tokens": 16}`) or one key by its path
     (`**{"rollout.max_new_tokens": 16}`). `callbacks=[...]` are callbacks of transformers' Trainer (docs/trl.md). With
     `run_id="..."` a run that has this id and a checkpoint is resumed in place of starting one.
-    Raises `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
+    Raises `tunesmith.base.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
     given = {**overrides, "model": model, "run.steps": steps}
     return _train_policy("ppo", prompts, reward, recipe, config, given, progress)
@@ -144,8 +144,8 @@ def reward(
     """Train a reward model on preference pairs; returns the run's folder, metrics and summary.
 
     `pairs` is a file, or rows or a table with `chosen` and `rejected`, and where known `prompt`, `margin` and `tie`.
-    The other arguments are those of `ppo`. Raises `tunesmith.core.errors.InputError` for anything that cannot be used,
-    before a run folder is made.
+    The other arguments are those of `ppo`. Raises `tunesmith.base.core.errors.InputError` for anything that cannot be
+    used, before a run folder is made.
     """
     named, rows = _named_or_given(pairs, "pairs")
     given = {**overrides, "model": model, "pairs": named, "run.steps": steps}
@@ -166,7 +166,7 @@ def dpo(
 
     `pairs` is a file, or rows or a table with `chosen` and `rejected`, and where known `prompt` and `tie`; for the loss
     `kto` also of rows with `prompt`, `completion` and `label`. The other arguments are those of `ppo`. Raises
-    `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
+    `tunesmith.base.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
     named, rows = _named_or_given(pairs, "pairs")
     given = {**overrides, "model": model, "pairs": named, "run.steps": steps}
@@ -187,7 +187,7 @@ def sft(
 
     `demonstrations` is a file, or rows or a table with `prompt` and `completion`, with `messages`, or with `text` (a
     plain text in the list is such a row). The other arguments are those of `ppo`. Raises
-    `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
+    `tunesmith.base.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
     named, rows = _named_or_given(demonstrations, "demonstrations")
     given = {**overrides, "model": model, "demonstrations": named, "run.steps": steps}
@@ -209,7 +209,7 @@ def resume(
 
     What the run was given as Python objects (prompts, reward functions, pairs, demonstrations) must be given again.
     `overrides` may change the learning rate, the number of steps and the logging, and may hold `callbacks` as those of
-    `ppo`; anything else raises `tunesmith.core.errors.RunError` with the difference.
+    `ppo`; anything else raises `tunesmith.base.core.errors.RunError` with the difference.
     """
     listener, given = _listener({**overrides, "run.steps": steps})
     inputs = Inputs(

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gae_cases import gae_loop
-from tunesmith.algorithms import advantages
-from tunesmith.core.errors import InputError
+from tunesmith.base.core.errors import InputError
+from tunesmith.learn.algorithms import advantages
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 7)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad, gradcheck
 
-from tunesmith.algorithms import direct_loss
-from tunesmith.algorithms.direct_loss import PairLogps
-from tunesmith.algorithms.sums import merged
-from tunesmith.config.algorithms.dpo import DPOSection
-from tunesmith.core.errors import InputError
+from tunesmith.base.config.algorithms.dpo import DPOSection
+from tunesmith.base.core.errors import InputError
+from tunesmith.learn.algorithms import direct_loss
+from tunesmith.learn.algorithms.direct_loss import PairLogps
+from tunesmith.learn.algorithms.sums import merged
 
 seeds = st.integers(0, 2**32 - 1)
 SETTINGS = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from tunesmith.algorithms import direct_loss
-from tunesmith.algorithms.direct_loss import PairLogps
-from tunesmith.config.algorithms.dpo import DPOSection
+from tunesmith.base.config.algorithms.dpo import DPOSection
+from tunesmith.learn.algorithms import direct_loss
+from tunesmith.learn.algorithms.direct_loss import PairLogps
 
 CLOSE = {"atol": 1e-5, "rtol": 0}
 

@@ -7,10 +7,10 @@ from torch.autograd import grad
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.algorithms.divergence import Divergence, Predictions, divergence_loss
-from tunesmith.algorithms.sums import merged
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.logprob.head import OutputLayer
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.logprob.head import OutputLayer
+from tunesmith.learn.algorithms.divergence import Divergence, Predictions, divergence_loss
+from tunesmith.learn.algorithms.sums import merged
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 ROWS, SIZE = 11, 37

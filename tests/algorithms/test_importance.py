@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.algorithms.policy_loss import importance_correction, importance_metrics
-from tunesmith.config.sections import ImportanceSection
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.sample import torch_impl
-from tunesmith.kernels.sample.torch_impl import SampleSettings
+from tunesmith.base.config.sections import ImportanceSection
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.sample import torch_impl
+from tunesmith.engine.kernels.sample.torch_impl import SampleSettings
+from tunesmith.learn.algorithms.policy_loss import importance_correction, importance_metrics
 
 MODES = ("off", "truncate", "mask")
 LEVELS = ("token", "sequence", "geometric")

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import grad, gradcheck
 
-from tunesmith.algorithms import kl, policy_loss
-from tunesmith.config.policy_sections import KLSection, PolicyLossSection
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.policy_loss.records import PolicyTokens
+from tunesmith.base.config.policy_sections import KLSection, PolicyLossSection
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.policy_loss.records import PolicyTokens
+from tunesmith.learn.algorithms import kl, policy_loss
 
 seeds = st.integers(0, 2**32 - 1)
 ESTIMATORS = ("k1", "k2", "k3")

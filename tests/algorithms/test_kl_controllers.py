@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.algorithms import kl
-from tunesmith.config.algorithms.live import LiveKLSection
-from tunesmith.core.errors import InputError
-from tunesmith.live.loop import adapt_kl
+from tunesmith.base.config.algorithms.live import LiveKLSection
+from tunesmith.base.core.errors import InputError
+from tunesmith.learn.algorithms import kl
+from tunesmith.learn.live.loop import adapt_kl
 
 
 def test_a_fixed_coefficient_stays():

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import grad, gradcheck
 
-from tunesmith.algorithms.preference_loss import MAX_TIED, bradley_terry, plackett_luce
-from tunesmith.algorithms.sums import merged
-from tunesmith.core.errors import InputError
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.schema.records import MAX_TIED
+from tunesmith.learn.algorithms.preference_loss import bradley_terry, plackett_luce
+from tunesmith.learn.algorithms.sums import merged
 
 seeds = st.integers(0, 2**32 - 1)
 RANKS = st.lists(st.integers(1, 3), min_size=2, max_size=5)

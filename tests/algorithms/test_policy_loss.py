@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.autograd import grad, gradcheck
 
-from tunesmith.algorithms import policy_loss
-from tunesmith.algorithms.sums import merged
-from tunesmith.config.algorithms.grpo import GRPOSection
-from tunesmith.config.algorithms.ppo import PPOSection
-from tunesmith.config.policy_sections import KLSection, PolicyLossSection
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
+from tunesmith.base.config.algorithms.grpo import GRPOSection
+from tunesmith.base.config.algorithms.ppo import PPOSection
+from tunesmith.base.config.policy_sections import KLSection, PolicyLossSection
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.policy_loss.records import PolicyTerms, PolicyTokens
+from tunesmith.learn.algorithms import policy_loss
+from tunesmith.learn.algorithms.sums import merged
 
 seeds = st.integers(0, 2**32 - 1)
 clips = st.floats(0.01, 0.5)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Sums, merged
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.masking import check_denominator, check_shapes, kept, total
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.masking import check_denominator, check_shapes, kept, total
+from tunesmith.learn.algorithms.sums import Sums, merged
 
 
 @dataclass(frozen=True, slots=True)

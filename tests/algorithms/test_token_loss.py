@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from tunesmith.algorithms.sums import merged
-from tunesmith.algorithms.token_loss import negative_log_likelihood
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.logprob.torch_impl import chosen_logp_entropy
+from tunesmith.learn.algorithms.sums import merged
+from tunesmith.learn.algorithms.token_loss import negative_log_likelihood
 
 
 def scores(logits_NV: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

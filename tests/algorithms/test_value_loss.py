@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import grad, gradcheck
 
-from tunesmith.algorithms import value_loss
-from tunesmith.algorithms.sums import merged
-from tunesmith.core.errors import InputError
+from tunesmith.base.core.errors import InputError
+from tunesmith.learn.algorithms import value_loss
+from tunesmith.learn.algorithms.sums import merged
 
 seeds = st.integers(0, 2**32 - 1)
 clips = st.none() | st.floats(0.01, 2)

@@ -2,9 +2,9 @@
 
 import torch
 
-from tunesmith.batch.pack import PolicyBatch, chunks, pack, select
-from tunesmith.batch.rollout import Completion, Group
-from tunesmith.schema.records import Prompt
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.pack import PolicyBatch, chunks, pack, select
+from tunesmith.engine.batch.rollout import Completion, Group
 
 
 def _group(prompt_ids: tuple[int, ...], *completions: tuple[int, ...]) -> Group:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.batch.targets import LearntSequence, by_token_budget, items_of_step, pack_targets
+from tunesmith.engine.batch.targets import LearntSequence, by_token_budget, items_of_step, pack_targets
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -90,7 +90,7 @@ def test_a_window_gathers_equal_lengths_and_shuffles_the_steps() -> None:
 
 
 def test_without_a_window_the_order_is_that_of_the_seed() -> None:
-    from tunesmith.core.seeds import items_at
+    from tunesmith.base.core.seeds import items_at
 
     assert items_of_step(5, 3, 4, [1] * 11) == items_at(5, 12, 4, 11)
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.batch.upload import ALIGNMENT, Uploader, copy_s
-from tunesmith.core.errors import InputError
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.batch.upload import ALIGNMENT, Uploader, copy_s
 
 DEVICE = "cuda" if os.environ.get("TUNESMITH_TEST_GPU") == "1" else "cpu"
 DTYPES = [

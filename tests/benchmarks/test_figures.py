@@ -13,8 +13,8 @@ from benchmarks.roofline import Rates, ideal_s, linear_weights, needed_rows
 from benchmarks.step import OurStep, check_same_work
 from benchmarks.trl import Taken, token_sum
 from benchmarks.workloads import NAMES, instructions, workload
-from tunesmith.core.errors import InputError
-from tunesmith.models.tiny import byte_tokenizer, tiny_model
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.models.tiny import byte_tokenizer, tiny_model
 
 
 def test_a_ratio_is_of_neighbours_in_time_not_of_medians():

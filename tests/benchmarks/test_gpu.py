@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.gpu import DERIVED, SUMMARY, measure
 from benchmarks.gpu_rows import ROWS
-from tunesmith.core.errors import InputError
-from tunesmith.core.faults import VARIABLE
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.faults import VARIABLE
 
 FAULTS = "gae/tokens:raise"
 

@@ -29,9 +29,9 @@ from benchmarks.layer_cases import (
     rms_norm_case,
     shared_prefix_case,
 )
-from tunesmith.kernels.native import Kernels, has_triton
-from tunesmith.kernels.preference.torch_impl import PreferenceBatch
-from tunesmith.models.tiny import tiny_model
+from tunesmith.engine.kernels.native import Kernels, has_triton
+from tunesmith.engine.kernels.preference.torch_impl import PreferenceBatch
+from tunesmith.engine.models.tiny import tiny_model
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import overhead
-from tunesmith.config.schema import SPECS
+from tunesmith.base.config.schema import SPECS
 
 
 def test_a_smoke_run_measures_the_overhead_and_the_coverage_of_every_trainer(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.plan import main, published, queue_ratios
-from tunesmith.planning.calibration import PUBLISHED
+from tunesmith.observe.planning.calibration import PUBLISHED
 
 
 def test_published_rows_are_predicted_from_another_row():

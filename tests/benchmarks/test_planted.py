@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.planted import VARIANTS, is_right, main, summary
 from benchmarks.plants.causes import CAUSES, GRPO, HEALTHY, NOT_RUN, SEEN, Setup
-from tunesmith.profiling.rules import RULES
+from tunesmith.observe.profiling.rules import RULES
 
 NAMES = {cause.name for cause in CAUSES}
 

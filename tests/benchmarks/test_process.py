@@ -7,8 +7,8 @@ import pytest
 from benchmarks.contenders import ModelSettings, Setting
 from benchmarks.process import Process
 from benchmarks.workloads import Drawn, workload
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.models.tiny import byte_tokenizer
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.engine.models.tiny import byte_tokenizer
 
 TARGET = "benchmarks.contenders:Transformers"
 MODEL = ModelSettings("tiny:llama", "float32", 1)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.trl_plugin import read_log, started, write_log
 from benchmarks.trl_suite import main
-from tunesmith.runs.environment import package_version
+from tunesmith.base.runs.environment import package_version
 
 pytest.importorskip("trl")
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import trl_swap
 from benchmarks.trl_swap import CURVES, SCRIPTS, agreement, main, swapped
-from tunesmith.core.errors import InputError
+from tunesmith.base.core.errors import InputError
 
 FOLDER = Path(trl_swap.__file__).parent / "swap"
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tunesmith.cli.main import main
+from tunesmith.apps.cli.main import main
 
 _END = b"\x00"
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tunesmith.cli.main import main
-from tunesmith.config.sections import ModelSection
-from tunesmith.models.export import save_merged
-from tunesmith.models.load import load_policy, load_reward_model
-from tunesmith.models.lora import has_adapters
+from tunesmith.apps.cli.main import main
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.engine.models.export import save_merged
+from tunesmith.engine.models.load import load_policy, load_reward_model
+from tunesmith.engine.models.lora import has_adapters
 
 Capture = pytest.CaptureFixture[str]
 Runs = Callable[[str], Path]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.config.yaml_text import MAX_BYTES
+from tunesmith.apps.cli.main import main
+from tunesmith.base.config.yaml_text import MAX_BYTES
 
 Capture = pytest.CaptureFixture[str]
 ALGORITHMS = ("ppo", "reward", "grpo")

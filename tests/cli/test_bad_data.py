@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tunesmith.cli.main import main
+from tunesmith.apps.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 

@@ -4,11 +4,11 @@ import io
 
 import pytest
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.cli.chat import Speaker
-from tunesmith.cli.main import main
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.factory import open_engine
+from tunesmith.apps.cli.chat import Speaker
+from tunesmith.apps.cli.main import main
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
 
 WORDS = ["chat", "tiny:llama", "--backend", "transformers", "--seed", "3"]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tunesmith import train
-from tunesmith.cli.main import main
-from tunesmith.cli.output import as_plain, reporting
-from tunesmith.core.log import visible
-from tunesmith.runs.folder import RUN_ID
+from tunesmith.apps.cli.main import main
+from tunesmith.apps.cli.output import as_plain, reporting
+from tunesmith.base.core.log import visible
+from tunesmith.base.runs.folder import RUN_ID
 
 Capture = pytest.CaptureFixture[str]
 
@@ -195,9 +195,9 @@ def test_export_copies_a_model_that_loads(run_dir: Path, tmp_path: Path, capsys:
 def test_export_copies_adapters_and_merges_them(tmp_path: Path, capsys: Capture) -> None:
     from transformers import AutoModelForCausalLM
 
-    from tunesmith.config.sections import ModelSection
-    from tunesmith.models.export import ModelCard, save_final
-    from tunesmith.models.load import load_policy
+    from tunesmith.base.config.sections import ModelSection
+    from tunesmith.engine.models.export import ModelCard, save_final
+    from tunesmith.engine.models.load import load_policy
 
     loaded = load_policy(ModelSection.model_validate({"name": "tiny:llama", "lora": {"rank": 2}}))
     run = tmp_path / "run"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli import doctor
-from tunesmith.cli.main import main
-from tunesmith.kernels.native import operations
-from tunesmith.runs.environment import file_system, why_not_writable
+from tunesmith.apps.cli import doctor
+from tunesmith.apps.cli.main import main
+from tunesmith.base.runs.environment import file_system, why_not_writable
+from tunesmith.engine.kernels.native import operations
 
 Capture = pytest.CaptureFixture[str]
 Findings = dict[str, doctor.Finding]
@@ -54,7 +54,7 @@ def give_torch(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None
 
 def test_every_part_of_the_machine_is_named_and_nothing_heavy_loaded(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom tunesmith.cli.main import main\nassert main(['doctor', '--json']) == 0\n"
+        "import sys\nfrom tunesmith.apps.cli.main import main\nassert main(['doctor', '--json']) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -78,7 +78,7 @@ def test_what_is_untested_is_said_line_by_line(monkeypatch: pytest.MonkeyPatch) 
     assert set(untested) - {"untested: bf16"} == {"untested: GPU", "untested: systems", "untested: Python"}
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "19", "0"))
-    monkeypatch.setattr("tunesmith.runs.environment.cpu_flags", lambda: frozenset({"amx_bf16"}))
+    monkeypatch.setattr("tunesmith.base.runs.environment.cpu_flags", lambda: frozenset({"amx_bf16"}))
     monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
     assert {f.name: f.status for f in doctor._untested()}["untested: GPU"] == "ok"  # nothing to warn of here
     monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
@@ -90,9 +90,9 @@ def test_what_is_untested_is_said_line_by_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_bf16_follows_the_flags_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.runs.environment.cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
+    monkeypatch.setattr("tunesmith.base.runs.environment.cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
     assert doctor._processor()[1].value == "AVX512-BF16, AMX-BF16; models compute in bfloat16"
-    monkeypatch.setattr("tunesmith.runs.environment.cpu_flags", frozenset)
+    monkeypatch.setattr("tunesmith.base.runs.environment.cpu_flags", frozenset)
     assert doctor._processor()[1].value == "not in hardware; models compute in float32"
 
 
@@ -174,8 +174,8 @@ def test_a_package_of_a_wrong_version_is_missing_and_one_that_is_optional_is_not
     def versions() -> dict[str, str | None]:
         return {"torch": "1.0", "pydantic": None, "gguf": None, "numpy": metadata.version("numpy")}
 
-    monkeypatch.setattr("tunesmith.runs.environment.package_versions", versions)
-    monkeypatch.setattr("tunesmith.runs.environment.package_version", lambda name: None)
+    monkeypatch.setattr("tunesmith.base.runs.environment.package_versions", versions)
+    monkeypatch.setattr("tunesmith.base.runs.environment.package_version", lambda name: None)
     findings = {finding.name: finding for finding in doctor._packages()}
     assert (findings["torch"].status, findings["torch"].value) == ("missing", "1.0, not <3,>=2.11")
     assert findings["pydantic"].status == "missing"
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_hold_a_run_says_why(tmp_path: Path, monkeypatch: p
     assert why_not_writable(tmp_path) == ""
     assert why_not_writable(tmp_path / "none") == "No such file or directory"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tunesmith.runs.environment.why_not_writable", lambda folder: "Read-only file system")
+    monkeypatch.setattr("tunesmith.base.runs.environment.why_not_writable", lambda folder: "Read-only file system")
     findings = {finding.name: finding for finding in doctor._current_folder()}
     assert findings["run folder"].value == f"no run can be kept in {tmp_path}: Read-only file system"
     assert "--run.dir" in findings["run folder"].advice
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_hold_a_run_says_why(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("kind", "status"), [("ext4", "ok"), ("nfs4", "note"), ("fuse.sshfs", "note"), ("xfs", "ok")])
 def test_a_file_system_over_the_network_is_noted(monkeypatch: pytest.MonkeyPatch, kind: str, status: str) -> None:
-    monkeypatch.setattr("tunesmith.runs.environment.file_system", lambda folder: kind)
+    monkeypatch.setattr("tunesmith.base.runs.environment.file_system", lambda folder: kind)
     findings = {finding.name: finding for finding in doctor._current_folder()}
     assert (findings["file system"].value.split(",")[0], findings["file system"].status) == (kind, status)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.core.log import visible
-from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.apps.cli.main import main
+from tunesmith.base.core.log import visible
+from tunesmith.engine.rollout.transformers_backend import TransformersEngine
 
 WORDS = ["generate", "tiny:llama", "--backend", "transformers", "--seed", "3"]
 

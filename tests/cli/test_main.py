@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import COMMANDS, main
+from tunesmith.apps.cli.main import COMMANDS, main
 
 HEAVY = ("torch", "transformers", "numpy", "pandas", "scipy", "safetensors", "datasets", "trl", "plotly")
 
 NOTHING_HEAVY = f"""
 import json, sys
-from tunesmith.cli.main import main
+from tunesmith.apps.cli.main import main
 for words in json.loads(sys.argv[1]):
     code = main(words)
     print("\\0", end="")
@@ -129,6 +129,6 @@ def test_ctrl_c_ends_with_130_and_no_traceback(
     def interrupted() -> list[str]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tunesmith.cli.recipes.shipped_names", interrupted)
+    monkeypatch.setattr("tunesmith.apps.cli.recipes.shipped_names", interrupted)
     assert main(["recipes", "ls"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"

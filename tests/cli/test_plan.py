@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tunesmith.cli.main import main
+from tunesmith.apps.cli.main import main
 
 WORDS = [
     "plan",

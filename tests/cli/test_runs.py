@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunesmith.cli.main import main
-from tunesmith.runs.checkpoint import Checkpoint, save
-from tunesmith.runs.folder import RunFolder
-from tunesmith.runs.listing import folder_bytes, list_runs, resolve_run
-from tunesmith.runs.lock import RunLock
+from tunesmith.apps.cli.main import main
+from tunesmith.base.runs.checkpoint import Checkpoint, save
+from tunesmith.base.runs.folder import RunFolder
+from tunesmith.base.runs.listing import folder_bytes, list_runs, resolve_run
+from tunesmith.base.runs.lock import RunLock
 
 Capture = pytest.CaptureFixture[str]
 RECIPE = {
@@ -56,7 +56,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def in_use(run: Path) -> Iterator[None]:
     """A second process that holds the lock of `run`."""
     code = (
-        "import sys; from pathlib import Path; from tunesmith.runs.lock import RunLock\n"
+        "import sys; from pathlib import Path; from tunesmith.base.runs.lock import RunLock\n"
         "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(run)]
@@ -367,7 +367,7 @@ def test_the_lists_of_python_and_of_the_command_line_agree(runs: Path) -> None:
 def test_runs_load_nothing_heavy(runs: Path) -> None:
     give_checkpoint(make_run(runs), 2)
     code = (
-        "import sys\nfrom tunesmith.cli.main import main\n"
+        "import sys\nfrom tunesmith.apps.cli.main import main\n"
         "for words in (['ls'], ['show', '1a2b'], ['rm', '1a2b', '--yes']):\n    assert main(['runs', *words]) == 0\n"
         "assert not {'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules)\n"
     )

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.store.records import CampaignSettings, Candidate, NewItem
-from tunesmith.store.votes import VoteStore
+from tunesmith.apps.cli.main import main
+from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem
+from tunesmith.collect.store.votes import VoteStore
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 

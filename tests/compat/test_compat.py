@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.config.load import load_recipe
-from tunesmith.reports.html import write_run_report
-from tunesmith.runs.folder import read_jsonl
+from tunesmith.apps.cli.main import main
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.runs.folder import read_jsonl
+from tunesmith.observe.reports.html import write_run_report
 
 FILES = Path(__file__).parent
 RUN = "20260101-120000-train-50a9"

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from tunesmith.config.algorithms.dpo import DPOSection
+from tunesmith.base.config.algorithms.dpo import DPOSection
 
 
 @pytest.mark.parametrize(

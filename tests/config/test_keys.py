@@ -1,7 +1,7 @@
-from tunesmith.config.algorithms.ppo import PPORecipe
-from tunesmith.config.keys import leaves
-from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import RECIPES
+from tunesmith.base.config.algorithms.ppo import PPORecipe
+from tunesmith.base.config.keys import leaves
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.config.schema import RECIPES
 
 
 def test_keys_say_type_bounds_default_and_meaning() -> None:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.algorithms.ppo import PPORecipe
-from tunesmith.config.keys import leaves
-from tunesmith.config.levels import LEVELS, MICRO_BATCH, TECHNIQUES, WHOLE, Level, settings_of
-from tunesmith.config.load import Resolved, load_recipe, parse_overrides
-from tunesmith.config.schema import RECIPES
-from tunesmith.core.errors import ConfigError
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.algorithms.ppo import PPORecipe
+from tunesmith.base.config.keys import leaves
+from tunesmith.base.config.levels import LEVELS, MICRO_BATCH, TECHNIQUES, WHOLE, Level, settings_of
+from tunesmith.base.config.load import Resolved, load_recipe, parse_overrides
+from tunesmith.base.config.schema import RECIPES
+from tunesmith.base.core.errors import ConfigError
 
 
 def load(algorithm: str, *words: str, file: Path | None = None, recipe: str | None = None) -> Resolved:

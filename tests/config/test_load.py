@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.algorithms.ppo import PPORecipe
-from tunesmith.config.algorithms.reward import RewardRecipe
-from tunesmith.config.load import Resolved, algorithm_of, load_recipe, origins_of, parse_overrides
-from tunesmith.config.yaml_text import parse
-from tunesmith.core.errors import ConfigError
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.algorithms.ppo import PPORecipe
+from tunesmith.base.config.algorithms.reward import RewardRecipe
+from tunesmith.base.config.load import Resolved, algorithm_of, load_recipe, origins_of, parse_overrides
+from tunesmith.base.config.yaml_text import parse
+from tunesmith.base.core.errors import ConfigError
 
 
 def load_ppo(*words: str, file: Path | None = None, recipe: str | None = None) -> Resolved:

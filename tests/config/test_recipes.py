@@ -1,8 +1,8 @@
 import pytest
 
-from tunesmith.config.load import algorithm_of, load_recipe, shipped_names, shipped_text
-from tunesmith.config.yaml_text import parse
-from tunesmith.core.errors import ConfigError
+from tunesmith.base.config.load import algorithm_of, load_recipe, shipped_names, shipped_text
+from tunesmith.base.config.yaml_text import parse
+from tunesmith.base.core.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", shipped_names())

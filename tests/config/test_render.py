@@ -2,9 +2,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.config.algorithms.ppo import PPORecipe
-from tunesmith.config.load import load_recipe
-from tunesmith.config.yaml_text import parse, to_yaml
+from tunesmith.base.config.algorithms.ppo import PPORecipe
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.config.yaml_text import parse, to_yaml
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from(
     [

@@ -9,10 +9,10 @@ import trl
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.utils import DatasetMixtureConfig
 
-from tunesmith.cli.main import main
-from tunesmith.config import trl_config
-from tunesmith.config.load import load_recipe
-from tunesmith.core.errors import ConfigError
+from tunesmith.apps.cli.main import main
+from tunesmith.base.config import trl_config
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.core.errors import ConfigError
 
 CONFIGS = {"grpo": trl.GRPOConfig, "dpo": trl.DPOConfig, "sft": trl.SFTConfig, "reward": trl.RewardConfig}
 SHARED = (trl.ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
@@ -185,7 +185,7 @@ def test_the_command_writes_a_recipe_that_is_read_back(tmp_path: Path, capsys: p
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-    from tunesmith.config.yaml_text import parse
+    from tunesmith.base.config.yaml_text import parse
 
     data: Any = parse((folder / "grpo.yaml").read_text(), "grpo.yaml").data
     return data

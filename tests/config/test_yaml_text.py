@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.yaml_text import MAX_BYTES, parse, parse_value, read
-from tunesmith.core.errors import ConfigError
+from tunesmith.base.config.yaml_text import MAX_BYTES, parse, parse_value, read
+from tunesmith.base.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

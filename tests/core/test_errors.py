@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunesmith.core import errors
+from tunesmith.base.core import errors
 
 INPUT_ERRORS = [
     errors.ConfigError,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.faults import ACTIONS, VARIABLE
+from tunesmith.base.core.faults import ACTIONS, VARIABLE
 
 PROGRAM = """
 import signal
 import sys
-from tunesmith.core.faults import reach
+from tunesmith.base.core.faults import reach
 
 for name in ("SIGTERM", "SIGINT"):
     signal.signal(getattr(signal, name), lambda number, frame: print("signal", number, flush=True))
@@ -94,7 +94,7 @@ def test_an_unknown_action_is_named_with_those_that_exist() -> None:
 
 def test_a_span_is_a_place_under_its_path(tmp_path: Path) -> None:
     program = (
-        "from tunesmith.core.trace import span, trace\n"
+        "from tunesmith.base.core.trace import span, trace\n"
         "with trace():\n"
         "    with span('update'):\n"
         "        print('inside', flush=True)\n"

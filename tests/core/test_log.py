@@ -2,14 +2,14 @@
 
 import pytest
 
-from tunesmith.core import log
+from tunesmith.base.core import log
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
 
 def test_records_go_to_stderr_and_stdout_stays_empty(capsys: pytest.CaptureFixture[str]):
     log.configure()
-    log.get_logger("tunesmith.rollout").info("128 completions")
+    log.get_logger("tunesmith.engine.rollout").info("128 completions")
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "128 completions\n"
@@ -37,7 +37,7 @@ def test_flags_choose_the_level(flags: dict[str, bool], shown: str, capsys: pyte
 
 
 def test_every_logger_is_of_the_tree():
-    assert log.get_logger("tunesmith.data.rows").name == "tunesmith.data.rows"
+    assert log.get_logger("tunesmith.collect.data.rows").name == "tunesmith.collect.data.rows"
     assert log.get_logger("my_script").name == "tunesmith.my_script"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.core.seeds import Groups, derive, items_at, permutation
+from tunesmith.base.core.seeds import Groups, derive, items_at, permutation
 
 
 def test_a_derived_seed_is_pinned():
@@ -20,7 +20,7 @@ def test_keys_of_another_type_or_grouping_give_another_seed():
 
 
 def test_a_seed_does_not_depend_on_the_hash_seed_of_the_process():
-    code = "from tunesmith.core.seeds import derive, permutation; print(derive(3, 'a'), permutation(3, 1, 5))"
+    code = "from tunesmith.base.core.seeds import derive, permutation; print(derive(3, 'a'), permutation(3, 1, 5))"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True

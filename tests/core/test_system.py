@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.system import SPIN_COUNT, SPIN_VARIABLES, cache_folder
+from tunesmith.base.core.system import SPIN_COUNT, SPIN_VARIABLES, cache_folder
 
 PROGRAM = """
 import ctypes, sys
-from tunesmith.core.system import keep_freed_memory
+from tunesmith.base.core.system import keep_freed_memory
 
 def resident_mb():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
@@ -39,7 +39,7 @@ def test_a_large_block_that_is_freed_stays_only_if_asked() -> None:
     assert growth_mb("leave") < 20
 
 
-IMPORTED = "import {}, {}, logging, os, tunesmith.core.system as s; s.warn_of_spinning(); s.warn_of_spinning()"
+IMPORTED = "import {}, {}, logging, os, tunesmith.base.core.system as s; s.warn_of_spinning(); s.warn_of_spinning()"
 """Imports two modules, and prints what OpenMP of this process was told."""
 
 

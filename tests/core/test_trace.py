@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tunesmith.core.trace import Trace, Watcher, count, gauge, include, span, trace, watching
+from tunesmith.base.core.trace import Trace, Watcher, count, gauge, include, span, trace, watching
 
 
 def test_spans_are_recorded_under_their_path():
@@ -161,7 +161,7 @@ def test_what_watchers_take_is_part_of_the_stage(monkeypatch: pytest.MonkeyPatch
 
         leave = enter
 
-    monkeypatch.setattr("tunesmith.core.trace.time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr("tunesmith.base.core.trace.time", SimpleNamespace(perf_counter=lambda: now_s))
     with watching(Slow()), trace() as record, span("rollout"):
         now_s += 5.0
     assert record.seconds == {"rollout": 7.0}

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import DataError
-from tunesmith.data.answers import (
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Judgement, Pair, Prompt, Ranking
+from tunesmith.collect.data.answers import (
     Answer,
     AnswerLabel,
     AnswerPair,
@@ -19,12 +20,11 @@ from tunesmith.data.answers import (
     fitting,
     with_mismatched,
 )
-from tunesmith.data.collate import encode_preferences, truncate_left
-from tunesmith.data.rows import BadRows, RowError
-from tunesmith.models.load import load_policy
-from tunesmith.models.tiny import byte_tokenizer
-from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
-from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking
+from tunesmith.collect.data.collate import encode_preferences, truncate_left
+from tunesmith.collect.data.rows import BadRows, RowError
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.tiny import byte_tokenizer
+from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
 
 ASK = ({"role": "user", "content": "Hi"},)
 SAY = ({"role": "assistant", "content": "Yo"},)

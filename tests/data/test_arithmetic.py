@@ -2,8 +2,8 @@
 
 import re
 
-from tunesmith.data.prompts import LIMIT, SHOTS, arithmetic_prompts
-from tunesmith.data.split import split_by_prompt
+from tunesmith.collect.data.prompts import LIMIT, SHOTS, arithmetic_prompts
+from tunesmith.collect.data.split import split_by_prompt
 
 
 def numbers_of(content: object) -> tuple[int, int]:

@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.collate import (
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.collect.data.collate import (
     EncodedPair,
     collate_pairs,
     encode_preferences,
@@ -13,11 +14,10 @@ from tunesmith.data.collate import (
     prefix_prompts,
     truncate_left,
 )
-from tunesmith.data.pairs import load_preferences
-from tunesmith.data.prompts import load_prompts
-from tunesmith.models.tiny import EOS_ID, byte_tokenizer
-from tunesmith.models.tokenizer import decode, encode_pair_side, encode_prompt
-from tunesmith.schema.records import Prompt
+from tunesmith.collect.data.pairs import load_preferences
+from tunesmith.collect.data.prompts import load_prompts
+from tunesmith.engine.models.tiny import EOS_ID, byte_tokenizer
+from tunesmith.engine.models.tokenizer import decode, encode_pair_side, encode_prompt
 
 TOKENIZER = byte_tokenizer()
 

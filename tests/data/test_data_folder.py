@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from formats import write_folder, write_jsonl
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.prompts import load_prompts
-from tunesmith.data.sources import VARIABLE, source_rows
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.prompts import load_prompts
+from tunesmith.collect.data.sources import VARIABLE, source_rows
 
 
 @pytest.fixture

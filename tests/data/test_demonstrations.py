@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from formats import write_jsonl
 
-from tunesmith.batch.targets import LearntSequence
-from tunesmith.config.sections import DemonstrationsSection
-from tunesmith.core.errors import DataError
-from tunesmith.data.demonstrations import load_demonstrations
-from tunesmith.data.sets import Sets, demonstration_sets
-from tunesmith.models.tiny import byte_tokenizer
-from tunesmith.schema.records import Demonstration, Prompt
+from tunesmith.base.config.sections import DemonstrationsSection
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Demonstration, Prompt
+from tunesmith.collect.data.demonstrations import load_demonstrations
+from tunesmith.collect.data.sets import Sets, demonstration_sets
+from tunesmith.engine.batch.targets import LearntSequence
+from tunesmith.engine.models.tiny import byte_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Yo"}

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.config.sections import PairsSection
-from tunesmith.core.errors import DataError
-from tunesmith.data.pairs import as_messages, is_dialogue, load_preferences, split_messages, split_text
-from tunesmith.data.rows import BadRows
+from tunesmith.base.config.sections import PairsSection
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.pairs import as_messages, is_dialogue, load_preferences, split_messages, split_text
+from tunesmith.collect.data.rows import BadRows
 
 CHOSEN = "\n\nHuman: Hi\n\nAssistant: Yo.\n\nHuman: Sum?\n\nAssistant: 4,\n\nsurely"
 REJECTED = "\n\nHuman: Hi\n\nAssistant: Yo.\n\nHuman: Sum?\n\nAssistant: 5"

@@ -3,8 +3,8 @@ import re
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from tunesmith.data.prompts import film_prompts, load_prompts
-from tunesmith.data.split import split_by_prompt
+from tunesmith.collect.data.prompts import film_prompts, load_prompts
+from tunesmith.collect.data.split import split_by_prompt
 
 OPENINGS = [str(prompt.content) for prompt in film_prompts()]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.pairs import judgements_of, load_judgements
-from tunesmith.data.rows import BadRows
-from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Judgement, Pair, Prompt, Ranking
+from tunesmith.collect.data.pairs import judgements_of, load_judgements
+from tunesmith.collect.data.rows import BadRows
 
 ASK = [{"role": "user", "content": "Hi"}]
 SAY = [{"role": "assistant", "content": "Yo"}]

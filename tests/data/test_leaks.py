@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.data.pairs import load_preferences
-from tunesmith.data.prompts import load_prompts
-from tunesmith.data.split import Leak, leak_finding, leaks, split_by_prompt
+from tunesmith.collect.data.pairs import load_preferences
+from tunesmith.collect.data.prompts import load_prompts
+from tunesmith.collect.data.split import Leak, leak_finding, leaks, split_by_prompt
 
 WORDS = st.lists(st.sampled_from(["a", "A ", " a", "b", "ß", "SS", "é", "c\n", "d"]), min_size=1, max_size=30)
 

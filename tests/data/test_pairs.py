@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.pairs import load_preferences, write_pairs
-from tunesmith.schema.records import Pair, Prompt
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Pair, Prompt
+from tunesmith.collect.data.pairs import load_preferences, write_pairs
 
 USER = {"role": "user", "content": "Hello"}
 GOOD = {"role": "assistant", "content": "Hi there"}

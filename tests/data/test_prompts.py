@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.sections import PromptsSection
-from tunesmith.core.errors import DataError
-from tunesmith.data.prompts import film_prompts, load_prompts
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import PromptsSection
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.collect.data.prompts import film_prompts, load_prompts
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -132,6 +132,6 @@ def test_real_rows_of_messages_are_read(data_dir: Path):
 
 
 def test_reading_prompts_and_pairs_loads_no_torch():
-    modules = "tunesmith.data.prompts, tunesmith.data.pairs, tunesmith.data.split"
+    modules = "tunesmith.collect.data.prompts, tunesmith.collect.data.pairs, tunesmith.collect.data.split"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from formats import write_all
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.pairs import load_preferences
-from tunesmith.schema.records import Pair, Prompt, Ranking
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Pair, Prompt, Ranking
+from tunesmith.collect.data.pairs import load_preferences
 
 ROW = {"prompt": "It was", "completions": [" fine", " dull", " bad"]}
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.rows import BadRows, Row, Tally
-from tunesmith.data.sources import parse_rows
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.rows import BadRows, Row, Tally
+from tunesmith.collect.data.sources import parse_rows
 
 
 def rows_of(path: Path, content: str | bytes, bad: BadRows | None = None) -> list[Row]:

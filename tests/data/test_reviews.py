@@ -8,8 +8,8 @@ from formats import write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.reviews import Review, cleaned, load_reviews, pieces
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.reviews import Review, cleaned, load_reviews, pieces
 
 
 def test_rows_become_reviews_without_html(tmp_path: Path) -> None:

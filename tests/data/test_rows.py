@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.rows import Row, RowError
-from tunesmith.data.sources import parse_rows
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.rows import Row, RowError
+from tunesmith.collect.data.sources import parse_rows
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.algorithms.dpo import DPOSection
-from tunesmith.config.sections import PairsSection, PromptsSection
-from tunesmith.core.errors import DataError
-from tunesmith.data.collate import EncodedPair, EncodedRanking
-from tunesmith.data.rows import Tally
-from tunesmith.data.sets import direct_sets, preference_sets, prompt_sets
-from tunesmith.models.tiny import byte_tokenizer
+from tunesmith.base.config.algorithms.dpo import DPOSection
+from tunesmith.base.config.sections import PairsSection, PromptsSection
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.collate import EncodedPair, EncodedRanking
+from tunesmith.collect.data.rows import Tally
+from tunesmith.collect.data.sets import direct_sets, preference_sets, prompt_sets
+from tunesmith.engine.models.tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

@@ -9,8 +9,8 @@ from formats import WRITERS, write_all, write_folder, write_jsonl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.sources import parse_rows, source_rows
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.sources import parse_rows, source_rows
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 HARD = [

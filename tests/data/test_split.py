@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.pairs import load_preferences
-from tunesmith.data.prompts import load_prompts
-from tunesmith.data.split import prompt_key, split_by_prompt
-from tunesmith.schema.records import Prompt
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.collect.data.pairs import load_preferences
+from tunesmith.collect.data.prompts import load_prompts
+from tunesmith.collect.data.split import prompt_key, split_by_prompt
 
 
 def prompts(*texts: str) -> list[Prompt]:

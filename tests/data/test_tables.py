@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from formats import write_folder, write_jsonl, write_parquet
 
-from tunesmith.core.errors import DataError, MissingDependencyError
-from tunesmith.data.prompts import load_prompts
-from tunesmith.data.rows import BadRows
-from tunesmith.data.sources import parse_rows
+from tunesmith.base.core.errors import DataError, MissingDependencyError
+from tunesmith.collect.data.prompts import load_prompts
+from tunesmith.collect.data.rows import BadRows
+from tunesmith.collect.data.sources import parse_rows
 
 
 def test_bad_rows_of_a_table_are_named_by_number(tmp_path: Path):

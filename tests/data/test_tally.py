@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.rows import BadRows, RowError, Tally
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.rows import BadRows, RowError, Tally
 
 
 def rows_with(num_rows: int, *kinds: str, skip: bool) -> BadRows:

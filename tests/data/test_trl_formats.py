@@ -9,15 +9,15 @@ from datasets import Dataset
 from trl import extract_prompt
 from trl.data_utils import maybe_apply_chat_template
 
-from tunesmith.core.errors import DataError
-from tunesmith.data.answers import AnswerTable, TokenLimit, encode_pairs
-from tunesmith.data.demonstrations import load_demonstrations
-from tunesmith.data.pairs import load_judgements, load_preferences
-from tunesmith.data.prompts import load_prompts
-from tunesmith.data.rows import BadRows
-from tunesmith.models.tiny import EOS_ID, byte_tokenizer
-from tunesmith.models.tokenizer import encode_demonstration, encode_pair_side, encode_prompt
-from tunesmith.schema.records import Pair, Prompt
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Pair, Prompt
+from tunesmith.collect.data.answers import AnswerTable, TokenLimit, encode_pairs
+from tunesmith.collect.data.demonstrations import load_demonstrations
+from tunesmith.collect.data.pairs import load_judgements, load_preferences
+from tunesmith.collect.data.prompts import load_prompts
+from tunesmith.collect.data.rows import BadRows
+from tunesmith.engine.models.tiny import EOS_ID, byte_tokenizer
+from tunesmith.engine.models.tokenizer import encode_demonstration, encode_pair_side, encode_prompt
 
 ASK = [{"role": "user", "content": "What color is the sky?"}]
 BLUE, GREEN = ([{"role": "assistant", "content": f"It is {color}."}] for color in ("blue", "green"))

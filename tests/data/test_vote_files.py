@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import DataError, InputError
-from tunesmith.data.demonstrations import load_demonstrations
-from tunesmith.data.pairs import load_preferences
-from tunesmith.data.vote_files import (
+from tunesmith.base.core.errors import DataError, InputError
+from tunesmith.base.schema.records import Pair, Ranking
+from tunesmith.collect.data.demonstrations import load_demonstrations
+from tunesmith.collect.data.pairs import load_preferences
+from tunesmith.collect.data.vote_files import (
     VoteFormat,
     demonstration_columns,
     format_of,
@@ -20,9 +21,8 @@ from tunesmith.data.vote_files import (
     write_rows,
     write_votes,
 )
-from tunesmith.schema.records import Pair, Ranking
-from tunesmith.store.records import CampaignSettings, Candidate, ExportRow, NewItem, Verdict
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.store.records import CampaignSettings, Candidate, ExportRow, NewItem, Verdict
+from tunesmith.collect.store.votes import VoteStore
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
 VERDICTS: tuple[Verdict, ...] = ("left", "right_much", "tie", "both_bad", "left_much")

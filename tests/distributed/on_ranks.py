@@ -23,15 +23,15 @@ from recipes import (
 )
 from safetensors.torch import load_file
 
-from tunesmith.config.recipe import Recipe
-from tunesmith.config.scale_sections import ScaleSection
-from tunesmith.distributed.launch import ranks_of
-from tunesmith.distributed.ranks import rank
-from tunesmith.models import load
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.run import follow, lead
-from tunesmith.trainers.session import open_session
-from tunesmith.trainers.setup import RunResult
+from tunesmith.base.config.recipe import Recipe
+from tunesmith.base.config.scale_sections import ScaleSection
+from tunesmith.engine.distributed.launch import ranks_of
+from tunesmith.engine.distributed.ranks import rank
+from tunesmith.engine.models import load
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.run import follow, lead
+from tunesmith.learn.trainers.session import open_session
+from tunesmith.learn.trainers.setup import RunResult
 
 Runs = list[tuple[Recipe, Inputs]]
 

@@ -8,11 +8,11 @@ from on_ranks import KL, Runs, few_low, trained, weights_of
 from recipes import PROMPTS, demonstrations, dpo_recipe, grpo_recipe, pairs, ppo_recipe, reward_recipe, sft_recipe
 from torch import nn
 
-from tunesmith.config.algorithms.sft import SFTRecipe
-from tunesmith.config.sections import OptimizerSection
-from tunesmith.core.errors import ConfigError
-from tunesmith.models.optimizer import MasterAdamW, StepReport
-from tunesmith.trainers.api import Inputs
+from tunesmith.base.config.algorithms.sft import SFTRecipe
+from tunesmith.base.config.sections import OptimizerSection
+from tunesmith.base.core.errors import ConfigError
+from tunesmith.engine.models.optimizer import MasterAdamW, StepReport
+from tunesmith.learn.trainers.api import Inputs
 
 
 def exact_runs(folder: Path) -> Runs:

@@ -20,12 +20,12 @@ from jobs import context, outcome, the_run
 from on_ranks import few_low
 from recipes import PROMPTS, grpo_recipe
 
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.core.errors import TunesmithError
-from tunesmith.core.faults import VARIABLE
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.resume import resume
-from tunesmith.trainers.run import run
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.core.errors import TunesmithError
+from tunesmith.base.core.faults import VARIABLE
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.resume import resume
+from tunesmith.learn.trainers.run import run
 
 NUM_STEPS = 12
 

@@ -19,16 +19,16 @@ import torch
 from on_ranks import on_ranks, weights_of
 from recipes import PROMPTS, demonstrations, grpo_recipe, sft_recipe, training
 
-from tunesmith.config.algorithms.sft import SFTRecipe
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.core.faults import VARIABLE
-from tunesmith.distributed import launch, ranks
-from tunesmith.distributed.ranks import gathered, rank, share_of
-from tunesmith.runs.checkpoint import list_steps
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.resume import resume
-from tunesmith.trainers.run import run
-from tunesmith.trainers.setup import RunResult
+from tunesmith.base.config.algorithms.sft import SFTRecipe
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.core.faults import VARIABLE
+from tunesmith.base.runs.checkpoint import list_steps
+from tunesmith.engine.distributed import launch, ranks
+from tunesmith.engine.distributed.ranks import gathered, rank, share_of
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.resume import resume
+from tunesmith.learn.trainers.run import run
+from tunesmith.learn.trainers.setup import RunResult
 
 
 def leave_alone(how: str) -> list[int]:

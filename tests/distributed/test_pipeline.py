@@ -9,12 +9,12 @@ import torch
 from on_ranks import KL, Runs, difference, few_low, on_ranks, samples_of, trained
 from recipes import PROMPTS, demonstrations, dpo_recipe, grpo_recipe, pairs, ppo_recipe, sft_recipe
 
-from tunesmith.config.algorithms.reward import RewardRecipe
-from tunesmith.config.algorithms.sft import SFTRecipe
-from tunesmith.distributed.shares import whole
-from tunesmith.trainers import setup
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.run import batch_of, task_of
+from tunesmith.base.config.algorithms.reward import RewardRecipe
+from tunesmith.base.config.algorithms.sft import SFTRecipe
+from tunesmith.engine.distributed.shares import whole
+from tunesmith.learn.trainers import setup
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.run import batch_of, task_of
 
 
 def runs_of(folder: Path, algorithms: Sequence[str], steps: int, model: str = "tiny:llama") -> Runs:

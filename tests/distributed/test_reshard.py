@@ -9,20 +9,20 @@ from on_ranks import on_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.sections import LoraSection
-from tunesmith.core.errors import InputError
-from tunesmith.distributed.group import TensorGroup
-from tunesmith.distributed.ranks import gathered, rank
-from tunesmith.distributed.reshard import Layout, reshard, shape_of
-from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.layouts import Division, layout_of, parts_of
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.lora import AdapterBase, add_adapters
-from tunesmith.models.tensor_parallel import tensor_parallel
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.factory import open_engine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import LoraSection
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.distributed.group import TensorGroup
+from tunesmith.engine.distributed.ranks import gathered, rank
+from tunesmith.engine.distributed.reshard import Layout, reshard, shape_of
+from tunesmith.engine.models.language_model import LanguageModel, language_model
+from tunesmith.engine.models.layouts import Division, layout_of, parts_of
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.lora import AdapterBase, add_adapters
+from tunesmith.engine.models.tensor_parallel import tensor_parallel
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
 
 FAMILIES = ("llama", "qwen2", "gemma3", "gpt2", "phi3", "gpt_oss", "qwen3", "gemma2", "gpt_neox", "phi", "mixtral")
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)

@@ -21,17 +21,17 @@ from recipes import (
     sft_recipe,
 )
 
-from tunesmith.config.recipe import Recipe
-from tunesmith.config.scale_sections import ScaleSection
-from tunesmith.core.errors import ModelError, TrainingError
-from tunesmith.distributed.ranks import gathered, rank
-from tunesmith.models.language_model import language_model
-from tunesmith.models.reader import describe
-from tunesmith.models.sharding import check_division, shard
-from tunesmith.models.tiny import tiny_model
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.resume import resume
-from tunesmith.trainers.run import run
+from tunesmith.base.config.recipe import Recipe
+from tunesmith.base.config.scale_sections import ScaleSection
+from tunesmith.base.core.errors import ModelError, TrainingError
+from tunesmith.engine.distributed.ranks import gathered, rank
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.reader import describe
+from tunesmith.engine.models.sharding import check_division, shard
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.resume import resume
+from tunesmith.learn.trainers.run import run
 
 LORA = {"name": "tiny:qwen3", "lora": {"rank": 4}}
 MESHES = [(2, 1), (4, 1), (2, 2), (4, 2)]

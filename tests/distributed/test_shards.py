@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunesmith.core.errors import CheckpointError
-from tunesmith.distributed.shards import Elements, boxes_of, described, read, write
+from tunesmith.base.core.errors import CheckpointError
+from tunesmith.engine.distributed.shards import Elements, boxes_of, described, read, write
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 3), (1, 5), (3, 2, 4), (2, 1, 3, 2)])

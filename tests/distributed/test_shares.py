@@ -5,10 +5,10 @@ import torch
 from on_ranks import on_ranks
 from torch import nn
 
-from tunesmith.config.sections import OptimizerSection
-from tunesmith.distributed.ranks import gathered, rank
-from tunesmith.distributed.shares import ranges_of
-from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.base.config.sections import OptimizerSection
+from tunesmith.engine.distributed.ranks import gathered, rank
+from tunesmith.engine.distributed.shares import ranges_of
+from tunesmith.engine.models.optimizer import MasterAdamW
 
 SIZES = [1000, 3, 0, 256, 70_000, 512, 1]
 BLOCK = 256

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pages import PAGES, ROOT, Block, all_blocks, blocks
-from tunesmith.cli.main import main
-from tunesmith.config.keys import leaves
-from tunesmith.config.schema import RECIPES
+from tunesmith.apps.cli.main import main
+from tunesmith.base.config.keys import leaves
+from tunesmith.base.config.schema import RECIPES
 
 NESTED = {"train", "recipes", "runs", "eval", "votes", "convert"}
 COMMANDS = [(block.where, words) for block in all_blocks("console") for words in block.commands()]

@@ -8,7 +8,7 @@ from functools import lru_cache
 import pytest
 
 from pages import ROOT
-from tunesmith.core.faults import ACTIONS, VARIABLE
+from tunesmith.base.core.faults import ACTIONS, VARIABLE
 
 PAGE = ROOT / "docs" / "faults.md"
 REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")

@@ -9,9 +9,9 @@ import pytest
 import reference
 from pages import ROOT
 from tunesmith import train
-from tunesmith.cli.main import commands
-from tunesmith.config.keys import leaves
-from tunesmith.config.schema import RECIPES
+from tunesmith.apps.cli.main import commands
+from tunesmith.base.config.keys import leaves
+from tunesmith.base.config.schema import RECIPES
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pages import ROOT
-from tunesmith.config.load import load_recipe, parse_overrides
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.run import run
+from tunesmith.base.config.load import load_recipe, parse_overrides
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.run import run
 
 PAGE = ROOT / "docs" / "variants.md"
 PROMISED = ("PPO", "dual-clip PPO", "REINFORCE++", "REINFORCE++-baseline", "GRPO", "Dr. GRPO", "RLOO", "DAPO", "GSPO")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.sections import ModelSection
-from tunesmith.evaluation import accuracy
-from tunesmith.models.load import load_policy
-from tunesmith.rewards.scorer import Scorer
-from tunesmith.rollout.transformers_backend import TransformersEngine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.rollout.transformers_backend import TransformersEngine
+from tunesmith.learn.evaluation import accuracy
+from tunesmith.learn.rewards.scorer import Scorer
 
 PROMPTS = [Prompt(f"p{i}", text) for i, text in enumerate(["The film", "A story", "Once more", "They said"])]
 SAMPLING = SamplingParams(max_new_tokens=5, seed=3)

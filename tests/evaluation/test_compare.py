@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tunesmith.batch.rollout import Completion, Group, SamplingParams
-from tunesmith.core.errors import InputError, ModelError
-from tunesmith.evaluation.compare import Side, compare, recompute
-from tunesmith.evaluation.tables import comparison_table
-from tunesmith.reports.html import write_comparison_report
-from tunesmith.schema.records import Prompt
+from tunesmith.base.core.errors import InputError, ModelError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams
+from tunesmith.learn.evaluation.compare import Side, compare, recompute
+from tunesmith.learn.evaluation.tables import comparison_table
+from tunesmith.observe.reports.html import write_comparison_report
 
 VOCABULARY = 12
 SAMPLING = SamplingParams(max_new_tokens=10)

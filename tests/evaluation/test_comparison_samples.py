@@ -3,8 +3,8 @@ from dataclasses import asdict
 
 import pytest
 
-from tunesmith.core.errors import DataError
-from tunesmith.evaluation.compare import Sample, read_samples, summarise
+from tunesmith.base.core.errors import DataError
+from tunesmith.learn.evaluation.compare import Sample, read_samples, summarise
 
 SAMPLE = Sample(
     prompt_index=0,

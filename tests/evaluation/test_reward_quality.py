@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import DataError
-from tunesmith.data.collate import EncodedPair, EncodedRanking
-from tunesmith.evaluation.reward_quality import (
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.collate import EncodedPair, EncodedRanking
+from tunesmith.engine.models.load import new_reward_model
+from tunesmith.engine.models.tiny import byte_tokenizer
+from tunesmith.learn.evaluation.reward_quality import (
     DecidedPair,
     decided_pairs,
     expected_calibration_error,
@@ -24,9 +26,7 @@ from tunesmith.evaluation.reward_quality import (
     reliability,
     tfidf_margins,
 )
-from tunesmith.evaluation.tables import reward_table
-from tunesmith.models.load import new_reward_model
-from tunesmith.models.tiny import byte_tokenizer
+from tunesmith.learn.evaluation.tables import reward_table
 
 TOKENIZER = byte_tokenizer()
 

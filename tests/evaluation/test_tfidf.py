@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import DataError
-from tunesmith.evaluation.tfidf import (
+from tunesmith.base.core.errors import DataError
+from tunesmith.learn.evaluation.tfidf import (
     TextBradleyTerry,
     TextClassifier,
     TextPair,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tunesmith.cli.doctor import DoctorOptions
-from tunesmith.cli.options import parse
-from tunesmith.cli.train import parse_train
+from tunesmith.apps.cli.doctor import DoctorOptions
+from tunesmith.apps.cli.options import parse
+from tunesmith.apps.cli.train import parse_train
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from server_parts import START_S, Client
-from tunesmith.web.access import API
+from tunesmith.collect.web.access import API
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "vote_server.py"
 

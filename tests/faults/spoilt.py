@@ -20,14 +20,14 @@ import torch
 from jobs import EVERY, NUM_STEPS, noisy, the_run, train
 from recipes import PROMPTS, grpo_recipe, ppo_recipe, reward_recipe, training
 
-from tunesmith.core.errors import TunesmithError
-from tunesmith.models.optimizer import MasterAdamW, StepReport
-from tunesmith.runs import checkpoint
-from tunesmith.runs.checkpoint import Checkpoint
-from tunesmith.schema.records import Pair, Prompt
-from tunesmith.trainers import best_of_n, distill, dpo, grpo, ppo, reward, sft
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.resume import resume
+from tunesmith.base.core.errors import TunesmithError
+from tunesmith.base.runs import checkpoint
+from tunesmith.base.runs.checkpoint import Checkpoint
+from tunesmith.base.schema.records import Pair, Prompt
+from tunesmith.engine.models.optimizer import MasterAdamW, StepReport
+from tunesmith.learn.trainers import best_of_n, distill, dpo, grpo, ppo, reward, sft
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.resume import resume
 
 LEARNERS = {
     "sft": sft.SFT,

@@ -7,7 +7,7 @@ import pytest
 from jobs import NUM_STEPS, forked, go_on, outcome, the_run, train
 from spoilt import go_on_unspoilt, train_with_saves_that_wait_for_the_next_step
 
-from tunesmith.runs.checkpoint import list_steps, load
+from tunesmith.base.runs.checkpoint import list_steps, load
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 KILLED = -9

@@ -12,10 +12,10 @@ from jobs import forked, go_on, noisy, outcome, the_run, train
 from recipes import PROMPTS
 from spoilt import findings
 
-from tunesmith.cli.main import main
-from tunesmith.core.errors import RunError
-from tunesmith.runs.checkpoint import list_steps
-from tunesmith.trainers.resume import Inputs, resume
+from tunesmith.apps.cli.main import main
+from tunesmith.base.core.errors import RunError
+from tunesmith.base.runs.checkpoint import list_steps
+from tunesmith.learn.trainers.resume import Inputs, resume
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 Damage = Callable[[Path], None]

@@ -17,8 +17,8 @@ from spoilt import (
     train_with_logs_on_a_full_device,
 )
 
-from tunesmith.cli.main import main
-from tunesmith.runs.checkpoint import list_steps, load
+from tunesmith.apps.cli.main import main
+from tunesmith.base.runs.checkpoint import list_steps, load
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 KILLED = -9

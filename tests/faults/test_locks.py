@@ -9,9 +9,9 @@ import pytest
 from jobs import forked, go_on, outcome, start, the_run, train
 from spoilt import train_until_told
 
-from tunesmith.cli.main import main
-from tunesmith.core.errors import RunError
-from tunesmith.trainers.resume import Inputs, resume
+from tunesmith.apps.cli.main import main
+from tunesmith.base.core.errors import RunError
+from tunesmith.learn.trainers.resume import Inputs, resume
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 KILLED = -9

@@ -7,7 +7,7 @@ import pytest
 from jobs import forked, go_on, outcome, the_run, train
 from spoilt import told, train_in_little_memory
 
-from tunesmith.runs.checkpoint import list_steps, load
+from tunesmith.base.runs.checkpoint import list_steps, load
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 

@@ -10,9 +10,9 @@ from jobs import TRAINERS, forked, go_on, noisy, outcome, the_run
 from recipes import reward_recipe, training
 from spoilt import findings, grpo_with, ppo_with, rows_of, told, train_poisoned, train_with_broken_weights
 
-from tunesmith.core.errors import RewardError
-from tunesmith.runs.checkpoint import list_steps, load
-from tunesmith.schema.records import Pair, Prompt
+from tunesmith.base.core.errors import RewardError
+from tunesmith.base.runs.checkpoint import list_steps, load
+from tunesmith.base.schema.records import Pair, Prompt
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 MATRIX = "layers.1.mlp.down_proj.weight"

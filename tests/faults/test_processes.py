@@ -15,11 +15,11 @@ import pytest
 from jobs import outcome, the_run
 from recipes import PROMPTS, grpo_recipe, ppo_recipe
 
-from tunesmith.core import child
-from tunesmith.core.errors import ServerError
-from tunesmith.rollout.workers.local import Launcher
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.run import run
+from tunesmith.base.core import child
+from tunesmith.base.core.errors import ServerError
+from tunesmith.engine.rollout.workers.local import Launcher
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.run import run
 
 Processes = Callable[[], list[psutil.Process]]
 
@@ -53,11 +53,11 @@ def fork_server() -> list[psutil.Process]:
     return [] if pid is None else [psutil.Process(pid)]
 
 
-LAUNCHER, CRITIC = "tunesmith.rollout.workers.process", "tunesmith.trainers.critic"
+LAUNCHER, CRITIC = "tunesmith.engine.rollout.workers.process", "tunesmith.learn.trainers.critic"
 KINDS: dict[str, Processes] = {
     "launcher": lambda: children(LAUNCHER),
     "worker": workers,
-    "reward": lambda: children("tunesmith.rewards.process"),
+    "reward": lambda: children("tunesmith.learn.rewards.process"),
     "critic": lambda: children(CRITIC),
 }
 
@@ -158,7 +158,7 @@ def test_a_launcher_that_can_never_start_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_child_names_how_it_ended() -> None:
-    one = child.Child("tunesmith.trainers.critic", None)  # which is no set-up
+    one = child.Child("tunesmith.learn.trainers.critic", None)  # which is no set-up
     with pytest.raises((EOFError, OSError)):
         one.send(None)
         one.receive(60)

@@ -11,8 +11,8 @@ from transformers.trainer_callback import EarlyStoppingCallback
 from trl import RichProgressCallback
 
 from tunesmith import train
-from tunesmith.core.errors import InputError
-from tunesmith.runs.checkpoint import list_steps
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.runs.checkpoint import list_steps
 
 PROMPTS = ["The film", "A story", "Once more", "They said"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pages import ROOT, blocks
-from tunesmith.cli.main import main
-from tunesmith.core.errors import InputError
+from tunesmith.apps.cli.main import main
+from tunesmith.base.core.errors import InputError
 from tunesmith.integrations import trl_support as support
 from tunesmith.integrations.trl_check import Report, check
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tunesmith.kernels.native import Kernels, shared
+from tunesmith.engine.kernels.native import Kernels, shared
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from drawn import normal
-from tunesmith.kernels.attention.api import attend_packed
-from tunesmith.kernels.attention.records import AttentionSettings, Rope
-from tunesmith.kernels.gated.api import gated, softcap
-from tunesmith.kernels.logprob.api import chosen_logp_entropy
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference.api import select_and_update
-from tunesmith.kernels.rms_norm.api import add_rms_norm
+from tunesmith.engine.kernels.attention.api import attend_packed
+from tunesmith.engine.kernels.attention.records import AttentionSettings, Rope
+from tunesmith.engine.kernels.gated.api import gated, softcap
+from tunesmith.engine.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.preference.api import select_and_update
+from tunesmith.engine.kernels.rms_norm.api import add_rms_norm
 
 Work = Callable[[Sequence[torch.Tensor], Kernels], Sequence[torch.Tensor]]
 

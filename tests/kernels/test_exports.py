@@ -16,11 +16,6 @@ def test_every_public_name_is_there_and_has_documentation(name: str):
     assert found.__doc__
 
 
-def test_no_public_name_is_that_of_a_folder():
-    folders = {name.split(".")[0] for name in kernels._HOME.values()}
-    assert not folders & set(dir(kernels))
-
-
 def test_an_unknown_name_is_no_attribute():
     with pytest.raises(AttributeError, match="has no attribute 'select'"):
         _ = kernels.select

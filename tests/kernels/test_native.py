@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels import native
-from tunesmith.kernels.native import Kernels, load
+from tunesmith.base.core.errors import InputError, NativeUnavailableError
+from tunesmith.engine.kernels import native
+from tunesmith.engine.kernels.native import Kernels, load
 
 CPU = torch.device("cpu")
 
@@ -99,7 +99,7 @@ def test_other_flags_or_another_compiler_have_their_own_entry(what, sources, cac
 def test_processes_that_compile_at_once_all_get_the_library(sources, cache):
     code = f"""
         from pathlib import Path
-        from tunesmith.kernels.native import load
+        from tunesmith.engine.kernels.native import load
         print("ready", flush=True)
         input()
         print(load("answer", sources=Path({str(sources)!r})).answer())
@@ -123,7 +123,7 @@ def test_denormals_survive_loading_a_kernel(require):
     require("c++", "g++", "clang++")
     code = """
         import torch
-        from tunesmith.kernels.native import Kernels
+        from tunesmith.engine.kernels.native import Kernels
 
         def smallest():
             torch.set_num_threads(2)
@@ -153,7 +153,7 @@ def test_without_a_compiler_auto_takes_torch_and_says_so_once(sources, no_compil
 
 def test_a_compiler_that_fails_is_named_once_and_training_goes_on(tmp_path, cache):
     code = f"""
-        from tunesmith.core import log
+        from tunesmith.base.core import log
         from tunesmith import train
         log.configure()
         made = train.grpo(
@@ -214,7 +214,7 @@ def test_a_cache_that_cannot_be_written_is_named(sources, tmp_path, monkeypatch)
 def test_a_damaged_library_is_an_error_not_a_crash(sources, cache):
     code = f"""
         from pathlib import Path
-        from tunesmith.kernels.native import load
+        from tunesmith.engine.kernels.native import load
         load("answer", sources=Path({str(sources)!r}))
     """
     assert run(code).wait(timeout=120) == 0

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tunesmith.core.errors import NativeUnavailableError, TritonUnavailableError
-from tunesmith.kernels import native
-from tunesmith.kernels.native import Kernels, shared
+from tunesmith.base.core.errors import NativeUnavailableError, TritonUnavailableError
+from tunesmith.engine.kernels import native
+from tunesmith.engine.kernels.native import Kernels, shared
 
 
 @pytest.fixture

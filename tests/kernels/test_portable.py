@@ -12,20 +12,20 @@ import torch
 
 import drawn
 from preference_cases import batch_of, exact
-from tunesmith.kernels import native as compiled
-from tunesmith.kernels.adamw.api import adamw, sums_of_squares
-from tunesmith.kernels.adamw.torch_impl import AdamWSettings, FloatMoments, ParameterUpdate
-from tunesmith.kernels.attention.api import attend_packed
-from tunesmith.kernels.attention.records import AttentionSettings, Rope
-from tunesmith.kernels.gated.api import activate, gated, softcap
-from tunesmith.kernels.logprob.api import chosen_logp_entropy
-from tunesmith.kernels.masked_softmax.api import masked_softmax
-from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference.api import update_in_place
-from tunesmith.kernels.rms_norm.api import add_rms_norm
-from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.torch_impl import NoiseKeys, SampleSettings
+from tunesmith.engine.kernels import native as compiled
+from tunesmith.engine.kernels.adamw.api import adamw, sums_of_squares
+from tunesmith.engine.kernels.adamw.torch_impl import AdamWSettings, FloatMoments, ParameterUpdate
+from tunesmith.engine.kernels.attention.api import attend_packed
+from tunesmith.engine.kernels.attention.records import AttentionSettings, Rope
+from tunesmith.engine.kernels.gated.api import activate, gated, softcap
+from tunesmith.engine.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.engine.kernels.masked_softmax.api import masked_softmax
+from tunesmith.engine.kernels.masked_softmax.torch_impl import KeyMask
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.preference.api import update_in_place
+from tunesmith.engine.kernels.rms_norm.api import add_rms_norm
+from tunesmith.engine.kernels.sample.api import sample
+from tunesmith.engine.kernels.sample.torch_impl import NoiseKeys, SampleSettings
 
 normal = partial(drawn.normal, scale=2.0)
 

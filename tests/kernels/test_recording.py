@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from drawn import normal
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.attention.api import attend
-from tunesmith.kernels.attention.records import AttentionSettings, Places
-from tunesmith.kernels.gated.api import gated
-from tunesmith.kernels.linear.api import linear, pack
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.recording import Recording
-from tunesmith.kernels.rms_norm.api import add_rms_norm
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.attention.api import attend
+from tunesmith.engine.kernels.attention.records import AttentionSettings, Places
+from tunesmith.engine.kernels.gated.api import gated
+from tunesmith.engine.kernels.linear.api import linear, pack
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.recording import Recording
+from tunesmith.engine.kernels.rms_norm.api import add_rms_norm
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tunesmith.kernels.native import Kernels, has_native, operations, survey
+from tunesmith.engine.kernels.native import Kernels, has_native, operations, survey
 
 OPERATIONS = ("sample", "logprob", "preference", "masked_softmax", "adamw")
 

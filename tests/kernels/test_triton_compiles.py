@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 
 import triton_registers
-from tunesmith.kernels import native
+from tunesmith.engine.kernels import native
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch's builds for CUDA")
 

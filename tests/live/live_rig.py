@@ -8,14 +8,14 @@ from typing import Any
 
 from recipes import merged
 
-from tunesmith.config.algorithms.live import LiveRecipe
-from tunesmith.live import loop as live
-from tunesmith.live.folder import open_folder
-from tunesmith.live.loop import Loop
-from tunesmith.store.records import CampaignSettings, Candidate, NewItem, Presentation, Verdict
-from tunesmith.store.runs import RunReader
-from tunesmith.store.votes import VoteStore
-from tunesmith.trainers.signals import StopRequest
+from tunesmith.base.config.algorithms.live import LiveRecipe
+from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem, Presentation, Verdict
+from tunesmith.collect.store.runs import RunReader
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.learn.live import loop as live
+from tunesmith.learn.live.folder import open_folder
+from tunesmith.learn.live.loop import Loop
+from tunesmith.learn.trainers.signals import StopRequest
 
 MOST_AT_ONCE = 20
 PROMPTS = [

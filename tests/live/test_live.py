@@ -15,20 +15,20 @@ from live_rig import PROMPTS, given_items, learn, live_recipe, looping, run_upda
 from operations import Operations
 from safetensors.torch import load_file
 
-from tunesmith.batch.upload import Uploader
-from tunesmith.core.errors import DataError, RunError, TrainingError
-from tunesmith.core.trace import watching
-from tunesmith.live import loop as live
-from tunesmith.live.folder import open_folder
-from tunesmith.live.loop import Loop
-from tunesmith.live.vote_dpo import VoteDPO
-from tunesmith.live.votes import VotedPair
-from tunesmith.profiling.hang import report
-from tunesmith.runs.folder import MEASURED
-from tunesmith.store.records import Presentation, Verdict
-from tunesmith.store.vote_reader import VoteReader
-from tunesmith.trainers import setup
-from tunesmith.trainers.signals import StopRequest
+from tunesmith.base.core.errors import DataError, RunError, TrainingError
+from tunesmith.base.core.trace import watching
+from tunesmith.base.runs.folder import MEASURED
+from tunesmith.collect.store.records import Presentation, Verdict
+from tunesmith.collect.store.vote_reader import VoteReader
+from tunesmith.engine.batch.upload import Uploader
+from tunesmith.learn.live import loop as live
+from tunesmith.learn.live.folder import open_folder
+from tunesmith.learn.live.loop import Loop
+from tunesmith.learn.live.vote_dpo import VoteDPO
+from tunesmith.learn.live.votes import VotedPair
+from tunesmith.learn.trainers import setup
+from tunesmith.learn.trainers.signals import StopRequest
+from tunesmith.observe.profiling.hang import report
 
 KILLED = -9
 

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from tunesmith.models import tiny
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.logprob import TokenScores
+from tunesmith.engine.models import tiny
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.logprob import TokenScores
 
 
 def plain_token_logps(

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import ModelError
-from tunesmith.models import assets
-from tunesmith.models.load import load_policy
-from tunesmith.models.tiny import tiny_model
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models import assets
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.tiny import tiny_model
 
 gguf = pytest.importorskip("gguf")
 
@@ -130,7 +130,7 @@ def test_two_processes_at_once_convert_the_same_gguf_file(tmp_path, cache):
     write_gguf(path)
     code = (
         "import sys, pathlib, logging\n"
-        "from tunesmith.models import assets\n"
+        "from tunesmith.engine.models import assets\n"
         "logging.basicConfig(level=logging.INFO)\n"
         "folder = assets.convert_gguf(pathlib.Path(sys.argv[1]))\n"
         "from transformers import AutoModelForCausalLM\n"

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tunesmith.core.errors import DataError, ModelError
-from tunesmith.models.tiny import CHAT_TEMPLATE, byte_tokenizer
-from tunesmith.models.tokenizer import (
+from tunesmith.base.core.errors import DataError, ModelError
+from tunesmith.base.schema.records import Demonstration, Message, Prompt
+from tunesmith.engine.models.tiny import CHAT_TEMPLATE, byte_tokenizer
+from tunesmith.engine.models.tokenizer import (
     PreTrainedTokenizerBase,
     decode,
     encode_demonstration,
     encode_pair_side,
     encode_prompt,
 )
-from tunesmith.schema.records import Demonstration, Message, Prompt
 
 TALK: tuple[Message, ...] = (
     {"role": "system", "content": "Be brief."},

@@ -7,10 +7,10 @@ import torch
 from transformers import AttentionInterface, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.masking_utils import AttentionMaskInterface
 
-from tunesmith.core.errors import ModelError
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.attention_interface import ATTENTION_NAME, attention_forward, register_attention
-from tunesmith.models.tiny import FAMILIES, tiny_model
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.attention_interface import ATTENTION_NAME, attention_forward, register_attention
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
 
 LENGTHS = (23, 7, 1)
 IMAGE, VISION_START = 100, 102

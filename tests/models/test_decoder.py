@@ -4,16 +4,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.native import Kernels
-from tunesmith.models import decoder as flat
-from tunesmith.models.architecture import UnsupportedArchitecture
-from tunesmith.models.decoder import Decoder, RopeTables
-from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.packed_rows import pack_rows
-from tunesmith.models.reader import describe
-from tunesmith.models.tiny import FAMILIES, tiny_model
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models import decoder as flat
+from tunesmith.engine.models.architecture import UnsupportedArchitecture
+from tunesmith.engine.models.decoder import Decoder, RopeTables
+from tunesmith.engine.models.language_model import LanguageModel, language_model
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.packed_rows import pack_rows
+from tunesmith.engine.models.reader import describe
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
 
 LENGTHS = torch.tensor([20, 9, 15, 12, 41])
 PROMPTS = torch.tensor([3, 2, 15, 4, 1])

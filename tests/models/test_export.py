@@ -14,12 +14,12 @@ from transformers import (
     pipeline,
 )
 
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import ModelError, RunError
-from tunesmith.models.export import ModelCard, load_value_head, render_card, save_final
-from tunesmith.models.heads import ScalarHead
-from tunesmith.models.load import load_policy, load_reward_model, new_reward_model
-from tunesmith.models.tiny import FAMILIES, tiny_model
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import ModelError, RunError
+from tunesmith.engine.models.export import ModelCard, load_value_head, render_card, save_final
+from tunesmith.engine.models.heads import ScalarHead
+from tunesmith.engine.models.load import load_policy, load_reward_model, new_reward_model
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
 
 CARD = ModelCard(
     base_model="smollm2", algorithm="PPO", metrics={"reward": 0.123456, "steps": 9}, recipe={"run": {"steps": 9}}

@@ -12,13 +12,13 @@ import pytest
 import torch
 from oracles import tiny_classifier
 
-from tunesmith.cli.main import main
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import ModelError
-from tunesmith.models.export import ModelCard, load_value_head, save_final
-from tunesmith.models.folder_check import MAX_CONFIG_BYTES
-from tunesmith.models.load import load_policy, load_reward_model, new_reward_model
-from tunesmith.models.tiny import tiny_model
+from tunesmith.apps.cli.main import main
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.export import ModelCard, load_value_head, save_final
+from tunesmith.engine.models.folder_check import MAX_CONFIG_BYTES
+from tunesmith.engine.models.load import load_policy, load_reward_model, new_reward_model
+from tunesmith.engine.models.tiny import tiny_model
 
 CARD = ModelCard(base_model="tiny:llama", algorithm="PPO")
 
@@ -62,11 +62,11 @@ AUTO_MAP = {
 LOAD_TRUSTED = """
 import sys
 from pathlib import Path
-from tunesmith.config.sections import ModelSection
-from tunesmith.core import log
-from tunesmith.core.errors import ModelError
-from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.load import load_policy, new_reward_model
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core import log
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.export import ModelCard, save_final
+from tunesmith.engine.models.load import load_policy, new_reward_model
 
 log.configure()
 section = ModelSection(name=sys.argv[1], trust_remote_code=True)

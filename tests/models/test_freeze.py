@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tunesmith.core.errors import ModelError
-from tunesmith.models.loaded import freeze_lower_layers
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.tiny import FAMILIES, tiny_model
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.loaded import freeze_lower_layers
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

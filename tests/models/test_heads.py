@@ -5,12 +5,12 @@ import torch
 from oracles import tiny_classifier
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import ModelError
-from tunesmith.models.heads import Critic, RewardModel, ScalarHead
-from tunesmith.models.load import new_reward_model
-from tunesmith.models.lora import frozen_copy
-from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_model
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.heads import Critic, RewardModel, ScalarHead
+from tunesmith.engine.models.load import new_reward_model
+from tunesmith.engine.models.lora import frozen_copy
+from tunesmith.engine.models.tiny import FAMILIES, byte_tokenizer, tiny_model
 
 LENGTHS = torch.tensor([7, 3, 10, 1])
 

@@ -8,12 +8,12 @@ import torch
 from oracles import tiny_classifier
 from torch import nn
 
-from tunesmith.config.sections import LoraSection
-from tunesmith.models import language_model, lora
-from tunesmith.models.heads import Critic, RewardModel
-from tunesmith.models.language_model import TrunkDecoder
-from tunesmith.models.loaded import keep_lower_layers
-from tunesmith.models.tiny import tiny_model
+from tunesmith.base.config.sections import LoraSection
+from tunesmith.engine.models import language_model, lora
+from tunesmith.engine.models.heads import Critic, RewardModel
+from tunesmith.engine.models.language_model import TrunkDecoder
+from tunesmith.engine.models.loaded import keep_lower_layers
+from tunesmith.engine.models.tiny import tiny_model
 
 LENGTHS = torch.tensor([7, 3, 10])
 IDS_BS = torch.randint(3, 259, (3, 10), generator=torch.Generator().manual_seed(0))

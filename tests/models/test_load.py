@@ -11,18 +11,18 @@ import pytest
 import torch
 from oracles import tiny_classifier
 
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import ModelError
-from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.load import (
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.export import ModelCard, save_final
+from tunesmith.engine.models.load import (
     compute_dtype,
     find_folder,
     load_policy,
     load_reward_model,
     new_reward_model,
 )
-from tunesmith.models.lora import frozen_copy
-from tunesmith.models.tiny import FAMILIES, tiny_model
+from tunesmith.engine.models.lora import frozen_copy
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
 
 CARD = ModelCard(base_model="tiny:llama", algorithm="PPO")
 
@@ -111,9 +111,9 @@ def test_folders_and_files_that_are_no_models_are_refused(tmp_path):
 def test_a_missing_hub_id_without_network_says_what_to_do(tmp_path):
     # In a process of its own: the hub library reads HF_HUB_OFFLINE when it is imported.
     code = (
-        "from tunesmith.models.load import load_policy\n"
-        "from tunesmith.config.sections import ModelSection\n"
-        "from tunesmith.core.errors import ModelError\n"
+        "from tunesmith.engine.models.load import load_policy\n"
+        "from tunesmith.base.config.sections import ModelSection\n"
+        "from tunesmith.base.core.errors import ModelError\n"
         "try:\n    load_policy(ModelSection(name='nobody/nothing'))\n"
         "except ModelError as error:\n    print(error)\n"
     )

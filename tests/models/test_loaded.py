@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from tunesmith.models.loaded import disable_dropout, quiet_transformers
+from tunesmith.engine.models.loaded import disable_dropout, quiet_transformers
 
 
 def test_quiet_puts_the_librarys_settings_back_even_after_an_error():

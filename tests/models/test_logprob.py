@@ -9,15 +9,15 @@ import pytest
 import torch
 from oracles import plain_token_logps
 
-from tunesmith.core.errors import ModelError
-from tunesmith.kernels.logprob.api import chosen_logp_entropy
-from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy as plain_logp_entropy
-from tunesmith.kernels.native import Kernels
-from tunesmith.models import logprob
-from tunesmith.models.heads import Critic, ScalarHead
-from tunesmith.models.language_model import FullForward, LanguageModel
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.tiny import FAMILIES, tiny_model
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.engine.kernels.logprob.torch_impl import chosen_logp_entropy as plain_logp_entropy
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models import logprob
+from tunesmith.engine.models.heads import Critic, ScalarHead
+from tunesmith.engine.models.language_model import FullForward, LanguageModel
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
 
 LENGTHS = torch.tensor([20, 9, 15, 12, 21])
 PROMPTS = torch.tensor([3, 2, 15, 4, 1])

@@ -11,21 +11,21 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.algorithms.ppo import PPORecipe
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import ModelError
-from tunesmith.kernels.native import Kernels
-from tunesmith.models import lora
-from tunesmith.models.adapter_folder import load_adapters, read_base
-from tunesmith.models.architecture import adapter_of, base_layer, is_adapted, weight_of
-from tunesmith.models.export import ModelCard, save_final, save_merged
-from tunesmith.models.heads import Critic
-from tunesmith.models.language_model import language_model
-from tunesmith.models.load import load_policy, load_reward_model, new_reward_model
-from tunesmith.models.loaded import keep_lower_layers
-from tunesmith.models.lora import frozen_copy
-from tunesmith.models.tiny import FAMILIES
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.algorithms.ppo import PPORecipe
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models import lora
+from tunesmith.engine.models.adapter_folder import load_adapters, read_base
+from tunesmith.engine.models.architecture import adapter_of, base_layer, is_adapted, weight_of
+from tunesmith.engine.models.export import ModelCard, save_final, save_merged
+from tunesmith.engine.models.heads import Critic
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.load import load_policy, load_reward_model, new_reward_model
+from tunesmith.engine.models.loaded import keep_lower_layers
+from tunesmith.engine.models.lora import frozen_copy
+from tunesmith.engine.models.tiny import FAMILIES
 
 CARD = ModelCard(base_model="tiny:llama", algorithm="GRPO")
 LENGTHS = [9, 4, 6]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tunesmith.config.sections import OptimizerSection
-from tunesmith.core.errors import TrainingError
-from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.base.config.sections import OptimizerSection
+from tunesmith.base.core.errors import TrainingError
+from tunesmith.engine.models.optimizer import MasterAdamW
 
 PLAIN = OptimizerSection(learning_rate=1e-3, max_grad_norm=1e9)
 

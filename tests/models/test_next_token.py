@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from tunesmith.batch.targets import LearntSequence, Targets, pack_targets
-from tunesmith.kernels.logprob.head import HeadScores, head_scores
-from tunesmith.kernels.native import Kernels
-from tunesmith.models import logprob
-from tunesmith.models.language_model import FullForward, LanguageModel, TrunkForward, language_model
-from tunesmith.models.logprob import next_token_scores
-from tunesmith.models.reader import describe
-from tunesmith.models.tiny import FAMILIES, tiny_model
+from tunesmith.engine.batch.targets import LearntSequence, Targets, pack_targets
+from tunesmith.engine.kernels.logprob.head import HeadScores, head_scores
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models import logprob
+from tunesmith.engine.models.language_model import FullForward, LanguageModel, TrunkForward, language_model
+from tunesmith.engine.models.logprob import next_token_scores
+from tunesmith.engine.models.reader import describe
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
 
 SEQUENCES = [
     LearntSequence("a", tuple(range(30, 41)), (range(3, 5), range(8, 11))),
@@ -68,7 +68,7 @@ def test_where_the_output_layer_is_known_the_padded_way_never_holds_all_logits(
     assert ours.is_top_N.tolist() == expected.is_top_N.tolist()
     exact = gradients(padded, expected)
     # Three rows of logits fit.
-    monkeypatch.setattr("tunesmith.kernels.logprob.head.CPU_CHUNK_BYTES", 3 * 4 * 259)
+    monkeypatch.setattr("tunesmith.engine.kernels.logprob.head.CPU_CHUNK_BYTES", 3 * 4 * 259)
     for one, other in zip(gradients(known_head, next_token_scores(known_head, targets)), exact, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

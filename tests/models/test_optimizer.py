@@ -10,14 +10,14 @@ import torch
 from oracles import tiny_classifier
 from safetensors.torch import load, save
 
-from tunesmith.config.sections import OptimizerSection
-from tunesmith.core.errors import CheckpointError, TrainingError
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.heads import Critic, RewardModel, ScalarHead
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.lora import frozen_copy
-from tunesmith.models.optimizer import MasterAdamW, OptimizerState, parameter_groups, schedule_factor
-from tunesmith.models.tiny import tiny_model
+from tunesmith.base.config.sections import OptimizerSection
+from tunesmith.base.core.errors import CheckpointError, TrainingError
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.heads import Critic, RewardModel, ScalarHead
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.lora import frozen_copy
+from tunesmith.engine.models.optimizer import MasterAdamW, OptimizerState, parameter_groups, schedule_factor
+from tunesmith.engine.models.tiny import tiny_model
 
 PLAIN = OptimizerSection(learning_rate=1e-3, max_grad_norm=1e9)
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.models.packed_rows import pack_rows, states_at
+from tunesmith.engine.models.packed_rows import pack_rows, states_at
 
 Rows = list[list[int]]
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
-from tunesmith.batch.targets import LearntSequence, pack_targets
-from tunesmith.core.trace import span, trace
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.heads import Critic, RewardModel
-from tunesmith.models.language_model import FullForward, LanguageModel, TrunkForward, language_model
-from tunesmith.models.loaded import PreTrainedModel
-from tunesmith.models.logprob import next_token_scores, token_logps
-from tunesmith.models.reader import describe
-from tunesmith.models.tiny import byte_tokenizer, tiny_model
+from tunesmith.base.core.trace import span, trace
+from tunesmith.engine.batch.targets import LearntSequence, pack_targets
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.heads import Critic, RewardModel
+from tunesmith.engine.models.language_model import FullForward, LanguageModel, TrunkForward, language_model
+from tunesmith.engine.models.loaded import PreTrainedModel
+from tunesmith.engine.models.logprob import next_token_scores, token_logps
+from tunesmith.engine.models.reader import describe
+from tunesmith.engine.models.tiny import byte_tokenizer, tiny_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 0, 0], [5, 6, 7, 4, 3, 2, 0], [5, 6, 7, 1, 0, 0, 0]])
 LENGTHS, PROMPTS = torch.tensor([5, 6, 4]), torch.tensor([3, 3, 3])

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from tunesmith.config.sections import OptimizerSection
-from tunesmith.models.optimizer import schedule_factor
+from tunesmith.base.config.sections import OptimizerSection
+from tunesmith.engine.models.optimizer import schedule_factor
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "warmup_stable_decay"])

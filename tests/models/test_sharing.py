@@ -11,14 +11,20 @@ import torch
 from oracles import tiny_classifier
 from transformers import BertConfig, BertForSequenceClassification
 
-from tunesmith.kernels.native import Kernels
-from tunesmith.models import decoder as flat
-from tunesmith.models.heads import Critic, RewardModel
-from tunesmith.models.language_model import FullForward, LanguageModel, TrunkDecoder, TrunkForward, language_model
-from tunesmith.models.loaded import keep_lower_layers
-from tunesmith.models.logprob import TokenScores, token_logps
-from tunesmith.models.reader import describe
-from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_model
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models import decoder as flat
+from tunesmith.engine.models.heads import Critic, RewardModel
+from tunesmith.engine.models.language_model import (
+    FullForward,
+    LanguageModel,
+    TrunkDecoder,
+    TrunkForward,
+    language_model,
+)
+from tunesmith.engine.models.loaded import keep_lower_layers
+from tunesmith.engine.models.logprob import TokenScores, token_logps
+from tunesmith.engine.models.reader import describe
+from tunesmith.engine.models.tiny import FAMILIES, byte_tokenizer, tiny_model
 
 PROMPTS = torch.tensor([19] * 4 + [33] * 3 + [16, 1])
 COMPLETIONS = torch.tensor([8, 1, 15, 20, 3, 30, 2, 9, 4])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from oracles import tiny_classifier
 
-from tunesmith.core.errors import ModelError
-from tunesmith.models.tiny import FAMILIES, byte_tokenizer, scratch_model, tiny_model
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.tiny import FAMILIES, byte_tokenizer, scratch_model, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tunesmith.core.errors import DataError, ModelError
-from tunesmith.models.tiny import byte_tokenizer, tiny_model
-from tunesmith.models.tokenizer import (
+from tunesmith.base.core.errors import DataError, ModelError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.models.tiny import byte_tokenizer, tiny_model
+from tunesmith.engine.models.tokenizer import (
     decode,
     encode_pair_side,
     encode_prompt,
@@ -12,7 +13,6 @@ from tunesmith.models.tokenizer import (
     spare_pad_token,
     stop_token_ids,
 )
-from tunesmith.schema.records import Prompt
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yo"}

@@ -14,11 +14,11 @@ import statsmodels.api
 from scipy.stats import binomtest
 from statsmodels.stats.inter_rater import cohens_kappa, to_table
 
-from tunesmith.evaluation.bradley_terry import PRIOR_STD, standings
-from tunesmith.store.records import CampaignSettings, Candidate, GivenVote, NewItem, PreferenceName
-from tunesmith.store.vote_stats import Agreement, BiasTest, VoteStats
-from tunesmith.store.vote_watch import Contest
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.statistics.bradley_terry import PRIOR_STD, standings
+from tunesmith.collect.store.records import CampaignSettings, Candidate, GivenVote, NewItem, PreferenceName
+from tunesmith.collect.store.vote_stats import Agreement, BiasTest, VoteStats
+from tunesmith.collect.store.vote_watch import Contest
+from tunesmith.collect.store.votes import VoteStore
 
 CODES = {"first": 0, "second": 1, "tie": 2, "both_bad": 3}
 """Judgements of an item as numbers: which of its answers was preferred, else the verdict."""

@@ -10,19 +10,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from tunesmith import load_prompts
-from tunesmith.batch.rollout import Completion
-from tunesmith.config.algorithms.dpo import DPOSection
-from tunesmith.config.sections import DemonstrationsSection, ModelSection, PairsSection, PromptsSection
-from tunesmith.core.errors import DataError
-from tunesmith.data import sets
-from tunesmith.data.demonstrations import load_demonstrations
-from tunesmith.data.pairs import load_judgements, load_preferences
-from tunesmith.models.load import new_reward_model
-from tunesmith.models.tiny import byte_tokenizer
-from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_prompt
-from tunesmith.rewards.model import ModelReward
-from tunesmith.rewards.outcome import Sample
-from tunesmith.schema.records import Message
+from tunesmith.base.config.algorithms.dpo import DPOSection
+from tunesmith.base.config.sections import DemonstrationsSection, ModelSection, PairsSection, PromptsSection
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Message
+from tunesmith.collect.data import sets
+from tunesmith.collect.data.demonstrations import load_demonstrations
+from tunesmith.collect.data.pairs import load_judgements, load_preferences
+from tunesmith.engine.batch.rollout import Completion
+from tunesmith.engine.models.load import new_reward_model
+from tunesmith.engine.models.tiny import byte_tokenizer
+from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, decode, encode_prompt
+from tunesmith.learn.rewards.model import ModelReward
+from tunesmith.learn.rewards.outcome import Sample
 
 USER, REPLY = {"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}
 OTHER = {"role": "assistant", "content": "No."}

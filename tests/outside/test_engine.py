@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from tunesmith.batch.pack import pack
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.sections import LoraSection
-from tunesmith.core.errors import InputError, ModelError, RewardError, TrainingError
-from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.lora import AdapterBase, add_adapters
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rewards.scorer import Scorer
-from tunesmith.rollout.engine import Engine
-from tunesmith.rollout.factory import Backend, open_engine
-from tunesmith.rollout.workers.engine import Workers
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import LoraSection
+from tunesmith.base.core.errors import InputError, ModelError, RewardError, TrainingError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.pack import pack
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.models.language_model import LanguageModel, language_model
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.lora import AdapterBase, add_adapters
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.engine import Engine
+from tunesmith.engine.rollout.factory import Backend, open_engine
+from tunesmith.engine.rollout.workers.engine import Workers
+from tunesmith.learn.rewards.scorer import Scorer
 
 PROMPTS = [Prompt(str(index), "", token_ids=tuple(range(5, 9 + index))) for index in range(3)]
 SAMPLING = SamplingParams(max_new_tokens=8, seed=1)
@@ -230,7 +230,7 @@ def by_merging(model: Any) -> None:
 
 
 def by_merging_and_taking_off(model: Any) -> None:
-    from tunesmith.models.lora import merge
+    from tunesmith.engine.models.lora import merge
 
     adapted(model)
     merge(model)

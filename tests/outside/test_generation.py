@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tunesmith.batch.rollout import Completion, SamplingParams
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import language_model
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.device.engine import DeviceEngine
-from tunesmith.rollout.engine import Engine
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.workers.engine import Workers
-from tunesmith.schema.records import Prompt
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Completion, SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.device.engine import DeviceEngine
+from tunesmith.engine.rollout.engine import Engine
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.workers.engine import Workers
 
 START, A, B = "<|im_start|>", "a", "b"
 LOADED = tiny_model("llama")

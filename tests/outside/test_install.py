@@ -27,7 +27,7 @@ class Installed(PathFinder):
 
 absent = frozenset(json.loads(sys.argv.pop(1)))
 sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
-from tunesmith.cli.main import main
+from tunesmith.apps.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import InputError, RunError
-from tunesmith.core.system import name_file
-from tunesmith.data.vote_files import write_rows
-from tunesmith.models.assets import write_folder
-from tunesmith.profiling import request as requests
-from tunesmith.profiling.request import Request
-from tunesmith.runs.folder import RUN_ID, RunFolder
-from tunesmith.runs.listing import plan_removal, remove
-from tunesmith.runs.lock import RunLock, only_start
-from tunesmith.web.logins import read_key
+from tunesmith.base.core.errors import InputError, RunError
+from tunesmith.base.core.system import name_file
+from tunesmith.base.runs.folder import RUN_ID, RunFolder
+from tunesmith.base.runs.listing import plan_removal, remove
+from tunesmith.base.runs.lock import RunLock, only_start
+from tunesmith.collect.data.vote_files import write_rows
+from tunesmith.collect.web.logins import read_key
+from tunesmith.engine.models.assets import write_folder
+from tunesmith.observe.profiling import request as requests
+from tunesmith.observe.profiling.request import Request
 
 NUM_AT_ONCE = 8
 

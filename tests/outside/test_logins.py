@@ -14,12 +14,12 @@ import pytest
 from app_parts import URL, app_in
 from page_parts import press
 from server_parts import Client, pairs
-from tunesmith.cli.main import main
-from tunesmith.store.runs import RunStore
-from tunesmith.store.votes import VoteStore
-from tunesmith.web import logins
-from tunesmith.web.access import API
-from tunesmith.web.settings import Limits
+from tunesmith.apps.cli.main import main
+from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.collect.web import logins
+from tunesmith.collect.web.access import API
+from tunesmith.collect.web.settings import Limits
 
 
 def test_a_cookie_is_worth_nothing_after_its_logout(serve):

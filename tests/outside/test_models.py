@@ -18,16 +18,16 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from tunesmith.batch.rollout import Completion, Group
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import ModelError
-from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.heads import RewardModel
-from tunesmith.models.load import load_policy, load_reward_model, new_reward_model
-from tunesmith.models.tiny import byte_tokenizer, tiny_model
-from tunesmith.rewards.model import ModelReward
-from tunesmith.rewards.outcome import samples_of
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import ModelError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Completion, Group
+from tunesmith.engine.models.export import ModelCard, save_final
+from tunesmith.engine.models.heads import RewardModel
+from tunesmith.engine.models.load import load_policy, load_reward_model, new_reward_model
+from tunesmith.engine.models.tiny import byte_tokenizer, tiny_model
+from tunesmith.learn.rewards.model import ModelReward
+from tunesmith.learn.rewards.outcome import samples_of
 
 EOS = 2
 LENGTHS = (9, 4, 12, 1, 7)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tunesmith import train
-from tunesmith.core.errors import DataError
-from tunesmith.data.demonstrations import load_demonstrations
-from tunesmith.data.pairs import load_preferences
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.demonstrations import load_demonstrations
+from tunesmith.collect.data.pairs import load_preferences
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}

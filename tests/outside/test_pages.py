@@ -8,9 +8,9 @@ import pytest
 from arena_parts import make_loop
 from page_parts import faults_of, number, press, wait_until_sent
 from server_parts import Client, Server, pairs
-from tunesmith.store.records import Candidate, NewItem
-from tunesmith.store.votes import VoteStore
-from tunesmith.web.access import API
+from tunesmith.collect.store.records import Candidate, NewItem
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.collect.web.access import API
 
 pytestmark = pytest.mark.browser
 

@@ -19,8 +19,8 @@ from playwright.sync_api import expect
 from app_parts import URL, app_in, make_run
 from page_parts import press, wait_until_sent
 from server_parts import Client, Server, pairs
-from tunesmith.store.runs import RunStore
-from tunesmith.web.access import API
+from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.web.access import API
 from watch_parts import label
 
 ALL_HEADERS = """
@@ -282,7 +282,7 @@ def test_no_address_in_a_page_begins_at_the_root_of_the_host():
 
     Reported: issue 45.19
     """
-    folder = Path(__file__).parents[2] / "src" / "tunesmith" / "web"
+    folder = Path(__file__).parents[2] / "src" / "tunesmith" / "collect" / "web"
     wrong = re.compile(r"""(?:href|src|action)="/|(?:fetch|assign|replace|EventSource|import)\(["'`]/|url\(["'`]?/""")
     files = [*folder.glob("templates/*.html"), *folder.glob("static/*.js"), *folder.glob("static/*.css")]
     assert len(files) > 20
@@ -295,7 +295,7 @@ def test_a_prefix_that_cannot_be_one_is_refused(serve, tmp_path, capsys, own_log
 
     Reported: issue 45.19
     """
-    from tunesmith.cli.main import main
+    from tunesmith.apps.cli.main import main
 
     for flag, value in (
         ("--root-path", "/a b"),

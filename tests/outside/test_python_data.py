@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 
 from tunesmith import ModelSection, SamplingParams, Scorer, load_policy, load_prompts, open_engine, train
-from tunesmith.core.errors import DataError, InputError, RewardError
-from tunesmith.data.demonstrations import load_demonstrations
-from tunesmith.data.pairs import load_judgements, load_preferences
-from tunesmith.data.tables import as_rows
+from tunesmith.base.core.errors import DataError, InputError, RewardError
+from tunesmith.collect.data.demonstrations import load_demonstrations
+from tunesmith.collect.data.pairs import load_judgements, load_preferences
+from tunesmith.collect.data.tables import as_rows
 
 ROWS = [{"prompt": "The cat was", "answer": 1}, {"prompt": "The dog was", "answer": 2}]
 TABLES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {

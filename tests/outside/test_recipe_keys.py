@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from tunesmith import run
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.effects import ineffective, rules_of
-from tunesmith.config.keys import leaves
-from tunesmith.config.levels import LEVELS
-from tunesmith.config.load import load_recipe, read_algorithm, shipped_names
-from tunesmith.config.schema import RECIPES
-from tunesmith.config.trl_config import convert
-from tunesmith.core.errors import ConfigError, ModelError
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.effects import ineffective, rules_of
+from tunesmith.base.config.keys import leaves
+from tunesmith.base.config.levels import LEVELS
+from tunesmith.base.config.load import load_recipe, read_algorithm, shipped_names
+from tunesmith.base.config.schema import RECIPES
+from tunesmith.base.config.trl_config import convert
+from tunesmith.base.core.errors import ConfigError, ModelError
 
 LIVE = "live.update"
 CASES: list[tuple[str, str, dict[str, object]]] = [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tunesmith import Completion, Group, Prompt, Scorer, train
-from tunesmith.core.errors import RewardError, RunError
-from tunesmith.rewards.functions import identity_of
+from tunesmith.base.core.errors import RewardError, RunError
+from tunesmith.learn.rewards.functions import identity_of
 
 MESSAGES = ({"role": "user", "content": "Hi"},)
 

@@ -28,13 +28,15 @@ from typing import Any
 import pytest
 
 from tunesmith import train
-from tunesmith.config.schema import RECIPES
-from tunesmith.core.trace import span, trace
-from tunesmith.profiling.diagnosis import Diagnosis, diagnose
-from tunesmith.profiling.facts import read_facts
-from tunesmith.profiling.meter import metering
-from tunesmith.profiling.stacks import Stacks
-from tunesmith.profiling.waits import (
+from tunesmith.base.config.schema import RECIPES
+from tunesmith.base.core.trace import span, trace
+from tunesmith.learn.trainers.api import Listener, Wishes
+from tunesmith.learn.trainers.run import run
+from tunesmith.observe.profiling.diagnosis import Diagnosis, diagnose
+from tunesmith.observe.profiling.facts import read_facts
+from tunesmith.observe.profiling.meter import metering
+from tunesmith.observe.profiling.stacks import Stacks
+from tunesmith.observe.profiling.waits import (
     DEVICE,
     FAULT,
     FILE,
@@ -48,8 +50,6 @@ from tunesmith.profiling.waits import (
     Call,
     kind_of,
 )
-from tunesmith.trainers.api import Listener, Wishes
-from tunesmith.trainers.run import run
 
 WAIT_S = 0.6
 SMALL = {"rollout.max_new_tokens": 4, "rollout.prompts_per_step": 2, "run.checkpoint_every": 0}
@@ -442,7 +442,7 @@ def test_what_cannot_be_planted_here_is_judged_by_call_and_stack(
 
 COLLECTS = """
 import gc, threading
-from tunesmith.profiling.stacks import current_frames
+from tunesmith.observe.profiling.stacks import current_frames
 
 ended = threading.Event()
 threads = [threading.Thread(target=ended.wait, daemon=True) for _ in range(50)]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tunesmith import train
-from tunesmith.config.load import load_recipe
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import (
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import (
     ConfigError,
     DataError,
     MissingDependencyError,
@@ -21,8 +21,8 @@ from tunesmith.core.errors import (
     RunError,
     TunesmithError,
 )
-from tunesmith.models.load import load_policy, load_tokenizer
-from tunesmith.trainers.run import preview
+from tunesmith.engine.models.load import load_policy, load_tokenizer
+from tunesmith.learn.trainers.run import preview
 
 TIES = [{"prompt": prompt, "chosen": "b", "rejected": "c", "tie": True} for prompt in ("a", "d")]
 LABELS = [

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.store import database
-from tunesmith.store.vote_reader import VoteReader
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.store import database
+from tunesmith.collect.store.vote_reader import VoteReader
+from tunesmith.collect.store.votes import VoteStore
 
 
 def journal_of(path: Path) -> str:

@@ -10,14 +10,14 @@ import pytest
 from app_parts import RUN, RUN_ID, app_in, make_run
 from job_parts import kill_runs, open_jobs, wait_for
 from page_parts import HOSTILE, faults_of, looks
-from tunesmith.cli.main import main
-from tunesmith.models.tiny import _CONFIGS
-from tunesmith.runs.labels import read_labels
-from tunesmith.runs.listing import find_runs, plan_removal, remove
-from tunesmith.runs.lock import RunLock
-from tunesmith.web.access import API
-from tunesmith.web.allowed import TINY_FAMILIES
-from tunesmith.web.wanted import Wanted, presets
+from tunesmith.apps.cli.main import main
+from tunesmith.base.runs.labels import read_labels
+from tunesmith.base.runs.listing import find_runs, plan_removal, remove
+from tunesmith.base.runs.lock import RunLock
+from tunesmith.collect.web.access import API
+from tunesmith.collect.web.allowed import TINY_FAMILIES
+from tunesmith.collect.web.wanted import Wanted, presets
+from tunesmith.engine.models.tiny import _CONFIGS
 from watch_parts import label
 
 RECIPE = "algorithm: grpo\nmodel: {name: smollm2}\nrun: {steps: 9}\n"
@@ -370,7 +370,7 @@ def test_presets_are_those_of_recipe_and_level():
 
     Reported: issue 45.23
     """
-    from tunesmith.config.load import shipped_names
+    from tunesmith.base.config.load import shipped_names
 
     assert presets(Wanted("grpo"))["model.name"] == "smollm2"
     assert presets(Wanted("grpo", settings=(("model.name", "scratch"), ("nonsense", "1"))))["model.name"] == "smollm2"

@@ -15,17 +15,18 @@ from tokenizer_kinds import KINDS, LOSSY, TEMPLATES
 from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
-from tunesmith.batch.rollout import Completion, Group, SamplingParams
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import DataError
-from tunesmith.data.answers import AnswerTable, TokenLimit, encode_labels, encode_pairs
-from tunesmith.data.collate import encode_preferences
-from tunesmith.data.rows import BadRows
-from tunesmith.live.votes import VoteMemory, encode_vote
-from tunesmith.models.heads import MADE_HERE, RewardModel
-from tunesmith.models.load import load_policy
-from tunesmith.models.tiny import tiny_model
-from tunesmith.models.tokenizer import (
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.schema.records import Demonstration, Message, Pair, Prompt, Ranking, Text
+from tunesmith.collect.data.answers import AnswerTable, TokenLimit, encode_labels, encode_pairs
+from tunesmith.collect.data.collate import encode_preferences
+from tunesmith.collect.data.rows import BadRows
+from tunesmith.collect.store.records import Candidate, StoredVote
+from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams
+from tunesmith.engine.models.heads import MADE_HERE, RewardModel
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.models.tokenizer import (
     Completed,
     decode,
     decode_after,
@@ -40,15 +41,14 @@ from tunesmith.models.tokenizer import (
     stop_at_ends,
     stop_token_ids,
 )
-from tunesmith.rewards.model import ModelReward
-from tunesmith.rewards.outcome import samples_of
-from tunesmith.rollout.engine import Request, make_request
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.sequence import Sequence as DrawnSequence
-from tunesmith.rollout.sequence import TextStream
-from tunesmith.schema.records import Demonstration, Message, Pair, Prompt, Ranking, Text
-from tunesmith.store.records import Candidate, StoredVote
-from tunesmith.trainers.token_check import _shown_learnt, token_facts
+from tunesmith.engine.rollout.engine import Request, make_request
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.sequence import Sequence as DrawnSequence
+from tunesmith.engine.rollout.sequence import TextStream
+from tunesmith.learn.live.votes import VoteMemory, encode_vote
+from tunesmith.learn.rewards.model import ModelReward
+from tunesmith.learn.rewards.outcome import samples_of
+from tunesmith.learn.trainers.token_check import _shown_learnt, token_facts
 
 Ids = tuple[int, ...]
 
@@ -505,7 +505,7 @@ def test_no_template_that_trains_what_is_sampled_is_refused(kind: str) -> None:
 def real(name: str, data_dir: Path | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model that people use."""
     if name == "SmolLM2":
-        from tunesmith.models.assets import resolve
+        from tunesmith.engine.models.assets import resolve
 
         return AutoTokenizer.from_pretrained(resolve())
     assert data_dir is not None

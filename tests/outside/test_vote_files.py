@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.config.algorithms.dpo import DPOSection
-from tunesmith.config.sections import DemonstrationsSection, PairsSection, PromptsSection
-from tunesmith.core.errors import DataError, InputError
-from tunesmith.data.rows import RowError
-from tunesmith.data.sets import demonstration_sets, direct_sets, preference_sets, prompt_sets
-from tunesmith.data.vote_files import VoteFormat, read_given_votes, read_items, write_votes
-from tunesmith.data.vote_values import UNKNOWN_RATER, rater_of, time_of
-from tunesmith.models.tiny import byte_tokenizer
-from tunesmith.schema.records import Text
-from tunesmith.store.records import CampaignSettings, Candidate, ExportRow, GivenVote, Imported, NewItem
-from tunesmith.store.votes import VoteStore, import_into
+from tunesmith.apps.cli.main import main
+from tunesmith.base.config.algorithms.dpo import DPOSection
+from tunesmith.base.config.sections import DemonstrationsSection, PairsSection, PromptsSection
+from tunesmith.base.core.errors import DataError, InputError
+from tunesmith.base.schema.records import Text
+from tunesmith.collect.data.rows import RowError
+from tunesmith.collect.data.sets import demonstration_sets, direct_sets, preference_sets, prompt_sets
+from tunesmith.collect.data.vote_files import VoteFormat, read_given_votes, read_items, write_votes
+from tunesmith.collect.data.vote_values import UNKNOWN_RATER, rater_of, time_of
+from tunesmith.collect.store.records import CampaignSettings, Candidate, ExportRow, GivenVote, Imported, NewItem
+from tunesmith.collect.store.votes import VoteStore, import_into
+from tunesmith.engine.models.tiny import byte_tokenizer
 
 PAIR: Mapping[str, object] = {"prompt": "P", "chosen": "a", "rejected": "b"}
 Write = Callable[..., Path]

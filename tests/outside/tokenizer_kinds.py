@@ -6,7 +6,7 @@ from collections.abc import Callable
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunesmith.models.tiny import CHAT_TEMPLATE, byte_tokenizer
+from tunesmith.engine.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|end|>")
 CORPUS = [

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.core.errors import RunError
-from tunesmith.planning.from_run import read_measured
-from tunesmith.planning.memory import Layout
-from tunesmith.planning.step_time import StepModel, StepTime
+from tunesmith.apps.cli.main import main
+from tunesmith.base.core.errors import RunError
+from tunesmith.observe.planning.from_run import read_measured
+from tunesmith.observe.planning.memory import Layout
+from tunesmith.observe.planning.step_time import StepModel, StepTime
 
 Capture = pytest.CaptureFixture[str]
 

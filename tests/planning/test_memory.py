@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunesmith.config.load import load_recipe
-from tunesmith.config.sections import OptimizerSection
-from tunesmith.models.optimizer import MasterAdamW, moment_bytes
-from tunesmith.models.tiny import FAMILIES, tiny_model
-from tunesmith.planning.memory import Layout, memory_gb, peak_gb
-from tunesmith.planning.shape import Shape, read_shape
-from tunesmith.planning.workload import Workload, workload_of
-from tunesmith.trainers.estimate import policy_estimate
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.config.sections import OptimizerSection
+from tunesmith.engine.models.optimizer import MasterAdamW, moment_bytes
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
+from tunesmith.learn.trainers.estimate import policy_estimate
+from tunesmith.observe.planning.memory import Layout, memory_gb, peak_gb
+from tunesmith.observe.planning.shape import Shape, read_shape
+from tunesmith.observe.planning.workload import Workload, workload_of
 
 WORK = Workload(True, 64, 1, 20, 12, 6.0, micro_batch_size=16, slots=64)
 

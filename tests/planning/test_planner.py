@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import InputError
-from tunesmith.planning.calibration import PUBLISHED, calibration_for, published_factor, published_step
-from tunesmith.planning.hardware import HARDWARE, read_hardware
-from tunesmith.planning.memory import Layout, memory_gb, peak_gb
-from tunesmith.planning.planner import USABLE, Planner, layouts
-from tunesmith.planning.shape import read_shape
-from tunesmith.planning.step_time import Cluster, StepModel
-from tunesmith.planning.workload import Workload
+from tunesmith.base.core.errors import InputError
+from tunesmith.observe.planning.calibration import PUBLISHED, calibration_for, published_factor, published_step
+from tunesmith.observe.planning.hardware import HARDWARE, read_hardware
+from tunesmith.observe.planning.memory import Layout, memory_gb, peak_gb
+from tunesmith.observe.planning.planner import USABLE, Planner, layouts
+from tunesmith.observe.planning.shape import read_shape
+from tunesmith.observe.planning.step_time import Cluster, StepModel
+from tunesmith.observe.planning.workload import Workload
 
 H100 = HARDWARE["h100"]
 WORK = Workload(True, 64, 8, 256, 1024, 512.0, micro_batch_size=4, has_reference=True)

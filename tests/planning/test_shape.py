@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from tunesmith.core.errors import ModelError
-from tunesmith.models.tiny import FAMILIES, scratch_model, tiny_model
-from tunesmith.planning.shape import KNOWN, Shape, read_shape, shape_of
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.tiny import FAMILIES, scratch_model, tiny_model
+from tunesmith.observe.planning.shape import KNOWN, Shape, read_shape, shape_of
 
 LLAMA = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
 

@@ -5,7 +5,7 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.planning.simulation import InOrder, draw_s, run_queue, sample_lengths
+from tunesmith.observe.planning.simulation import InOrder, draw_s, run_queue, sample_lengths
 
 SECONDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=60)
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tunesmith.config.schema import RECIPES
-from tunesmith.profiling.facts import Facts
+from tunesmith.base.config.schema import RECIPES
+from tunesmith.observe.profiling.facts import Facts
 
 PEAKS = {"setup.peak_flop_per_s.float32": 1.5e11, "setup.peak_flop_per_s.bfloat16": 7.5e11}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.profiling.cluster import RankFacts, as_rows, problems
+from tunesmith.apps.cli.main import main
+from tunesmith.observe.profiling.cluster import RankFacts, as_rows, problems
 
 VERSIONS = {"tunesmith": "1", "python": "3.11", "torch": "2.13", "cpu": "EPYC"}
 FIRST = RankFacts(0, "a", VERSIONS, 8, 0.0, 0.0, 0.0, 0.0, 500.0, 100.0, sees_folder=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tunesmith import train
-from tunesmith.cli.main import main
-from tunesmith.profiling.diagnosis import as_json, as_text, diagnoses, slow_findings
-from tunesmith.profiling.facts import read_facts
-from tunesmith.runs.folder import RunFolder
+from tunesmith.apps.cli.main import main
+from tunesmith.base.runs.folder import RunFolder
+from tunesmith.observe.profiling.diagnosis import as_json, as_text, diagnoses, slow_findings
+from tunesmith.observe.profiling.facts import read_facts
 
 RECIPE = {
     "algorithm": "grpo",

@@ -1,6 +1,6 @@
 """Stacks as collapsed lines and as nodes."""
 
-from tunesmith.profiling import flame
+from tunesmith.observe.profiling import flame
 
 LOOKS = [["run", "main", "train", "step"], ["run", "main", "train"], ["run", "main", "train", "step", "loss"]] * 2
 

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from jobs import start, the_run
 
-from tunesmith.cli.main import main
-from tunesmith.core.errors import RunError
-from tunesmith.profiling.hang import HangReport, parse_stacks, report
-from tunesmith.profiling.processes import catches
-from tunesmith.profiling.stage import Record, read
-from tunesmith.profiling.watchdog import HANG_FILE, watched
-from tunesmith.runs.folder import read_jsonl
+from tunesmith.apps.cli.main import main
+from tunesmith.base.core.errors import RunError
+from tunesmith.base.runs.folder import read_jsonl
+from tunesmith.observe.profiling.hang import HangReport, parse_stacks, report
+from tunesmith.observe.profiling.processes import catches
+from tunesmith.observe.profiling.stage import Record, read
+from tunesmith.observe.profiling.watchdog import HANG_FILE, watched
 
 WORDS = ["--model", "tiny:llama", "--steps", "2", "--rollout.max_new_tokens", "4", "--rollout.prompts_per_step", "2"]
 LIMIT_S = 120.0

@@ -21,14 +21,14 @@ import pytest
 import torch
 
 from tunesmith import train
-from tunesmith.core import system
-from tunesmith.core.trace import span, trace
-from tunesmith.profiling import meter
-from tunesmith.profiling.meter import Meter, metering
-from tunesmith.profiling.sampler import api
-from tunesmith.profiling.sampler.api import Sampler, Samples
-from tunesmith.runs import cgroup
-from tunesmith.runs.folder import MEASURED, read_jsonl
+from tunesmith.base.core import system
+from tunesmith.base.core.trace import span, trace
+from tunesmith.base.runs import cgroup
+from tunesmith.base.runs.folder import MEASURED, read_jsonl
+from tunesmith.observe.profiling import meter
+from tunesmith.observe.profiling.meter import Meter, metering
+from tunesmith.observe.profiling.sampler import api
+from tunesmith.observe.profiling.sampler.api import Sampler, Samples
 
 NUM_ASKS = 10
 
@@ -137,7 +137,7 @@ def test_ctrl_c_reaches_the_main_thread(require: Callable[..., str]) -> None:
 
 def script(body: str) -> str:
     return (
-        "import os, signal, sys, time\nfrom tunesmith.profiling.sampler.api import Sampler\n"
+        "import os, signal, sys, time\nfrom tunesmith.observe.profiling.sampler.api import Sampler\n"
         f"sampler = Sampler()\ntime.sleep(0.1)\n{body}"
     )
 

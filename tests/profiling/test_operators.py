@@ -2,8 +2,8 @@
 
 import pytest
 
-from tunesmith.profiling.chrome import OPERATOR, STAGE, STEP, build
-from tunesmith.profiling.operators import OTHER, analyse
+from tunesmith.observe.profiling.chrome import OPERATOR, STAGE, STEP, build
+from tunesmith.observe.profiling.operators import OTHER, analyse
 
 MAIN, WORKER, AUTOGRAD = 10, 11, 12
 SHIFT = 2**22  # stages have tracks of their own

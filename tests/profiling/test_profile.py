@@ -11,9 +11,9 @@ from pathlib import Path
 import jobs
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.profiling import chrome
-from tunesmith.profiling.profile import read_profile
+from tunesmith.apps.cli.main import main
+from tunesmith.observe.profiling import chrome
+from tunesmith.observe.profiling.profile import read_profile
 
 NUM_SLOTS = 3
 GRPO = ["grpo", "--model", "tiny:llama", "--reward", "unique_chars", "--rollout.max-new-tokens", "24"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import RunError
-from tunesmith.profiling import request
-from tunesmith.profiling.profile import finish
-from tunesmith.runs.lock import RunLock
+from tunesmith.base.core.errors import RunError
+from tunesmith.base.runs.lock import RunLock
+from tunesmith.observe.profiling import request
+from tunesmith.observe.profiling.profile import finish
 
 
 def test_nobody_is_asked_where_nothing_runs(tmp_path: Path):

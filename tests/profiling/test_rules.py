@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from runs_of import MEASURED, SHOWN, facts, recipe
 
-from tunesmith.config.schema import RECIPES
-from tunesmith.profiling.cause import Cause
-from tunesmith.profiling.diagnosis import diagnose
-from tunesmith.profiling.facts import Facts
-from tunesmith.profiling.rules import RULES, Rule
+from tunesmith.base.config.schema import RECIPES
+from tunesmith.observe.profiling.cause import Cause
+from tunesmith.observe.profiling.diagnosis import diagnose
+from tunesmith.observe.profiling.facts import Facts
+from tunesmith.observe.profiling.rules import RULES, Rule
 
 
 def test_every_rule_has_facts_that_show_its_cause():

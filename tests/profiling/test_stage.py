@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.trace import span, trace, watching
-from tunesmith.profiling.stage import STAGE_FILE, Record, Stage, read
+from tunesmith.base.core.trace import span, trace, watching
+from tunesmith.observe.profiling.stage import STAGE_FILE, Record, Stage, read
 
 
 def record_in(folder: Path) -> Record:

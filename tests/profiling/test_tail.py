@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.profiling.cause import Cause
-from tunesmith.profiling.diagnosis import as_text, diagnose
-from tunesmith.profiling.facts import read_facts
-from tunesmith.profiling.tail import tails
-from tunesmith.runs.folder import RunFolder
+from tunesmith.base.runs.folder import RunFolder
+from tunesmith.observe.profiling.cause import Cause
+from tunesmith.observe.profiling.diagnosis import as_text, diagnose
+from tunesmith.observe.profiling.facts import read_facts
+from tunesmith.observe.profiling.tail import tails
 
 Row = dict[str, object]
 

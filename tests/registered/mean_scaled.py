@@ -4,12 +4,12 @@ from typing import Literal
 
 import torch
 
-from tunesmith.config.algorithms.grpo import GRPOSection
-from tunesmith.config.recipe import PolicyRecipe
-from tunesmith.config.sections import GRPORolloutSection
-from tunesmith.config.spec import Passes, Spec
-from tunesmith.rewards.scorer import Scores
-from tunesmith.trainers.grpo import GRPO
+from tunesmith.base.config.algorithms.grpo import GRPOSection
+from tunesmith.base.config.recipe import PolicyRecipe
+from tunesmith.base.config.sections import GRPORolloutSection
+from tunesmith.base.config.spec import Passes, Spec
+from tunesmith.learn.rewards.scorer import Scores
+from tunesmith.learn.trainers.grpo import GRPO
 
 
 class MeanScaledSection(GRPOSection):

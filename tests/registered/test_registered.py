@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from server_parts import Server
-from tunesmith.config.levels import WHOLE
-from tunesmith.config.schema import SPECS
-from tunesmith.config.spec import Passes, Spec
-from tunesmith.core.errors import ConfigError
-from tunesmith.web.access import API
+from tunesmith.base.config.levels import WHOLE
+from tunesmith.base.config.schema import SPECS
+from tunesmith.base.config.spec import Passes, Spec
+from tunesmith.base.core.errors import ConfigError
+from tunesmith.collect.web.access import API
 
 HERE = Path(__file__).parent
 FEW = ("--rollout.max-new-tokens", "4", "--rollout.prompts-per-step", "2")

@@ -1,6 +1,6 @@
 import pytest
 
-from tunesmith.reports.html import write_comparison_report, write_demo_report, write_run_report
+from tunesmith.observe.reports.html import write_comparison_report, write_demo_report, write_run_report
 
 pytestmark = pytest.mark.browser
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tunesmith.reports.chart import DARK, LIGHT, dark_of_light
-from tunesmith.reports.comparison_figures import dumbbell, histogram
-from tunesmith.reports.figures import (
+from tunesmith.observe.reports.chart import DARK, LIGHT, dark_of_light
+from tunesmith.observe.reports.comparison_figures import dumbbell, histogram
+from tunesmith.observe.reports.figures import (
     bucket_means,
     curves,
     downsample,
@@ -17,7 +17,7 @@ from tunesmith.reports.figures import (
     series,
     stage_chart,
 )
-from tunesmith.reports.views import run_tiles
+from tunesmith.observe.reports.views import run_tiles
 
 
 def contrast(first, second):
@@ -112,7 +112,7 @@ def test_metrics_with_the_same_last_name_keep_their_whole_name():
 
 def test_reports_load_nothing_heavy():
     heavy = ("torch", "numpy", "plotly", "transformers")
-    code = f"import sys, tunesmith.reports.html; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, tunesmith.observe.reports.html; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

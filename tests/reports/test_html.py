@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tunesmith.core.errors import RunError
-from tunesmith.reports.html import script_json, write_comparison_report, write_demo_report, write_run_report
+from tunesmith.base.core.errors import RunError
+from tunesmith.observe.reports.html import script_json, write_comparison_report, write_demo_report, write_run_report
 
 
 def without_plotly(page):

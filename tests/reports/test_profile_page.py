@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import main
+from tunesmith.apps.cli.main import main
 
 pytestmark = pytest.mark.browser
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from tunesmith.reports import text
+from tunesmith.observe.reports import text
 
 
 @pytest.mark.parametrize(

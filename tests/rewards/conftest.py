@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from tunesmith.batch.rollout import Completion, Group
-from tunesmith.models.tiny import EOS_ID, byte_tokenizer
-from tunesmith.models.tokenizer import encode_prompt
-from tunesmith.schema.records import Prompt, Text
+from tunesmith.base.schema.records import Prompt, Text
+from tunesmith.engine.batch.rollout import Completion, Group
+from tunesmith.engine.models.tiny import EOS_ID, byte_tokenizer
+from tunesmith.engine.models.tokenizer import encode_prompt
 
 GroupMaker = Callable[..., Group]
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import RewardError
-from tunesmith.core.trace import span, trace
-from tunesmith.models.load import new_reward_model
-from tunesmith.models.tiny import byte_tokenizer
-from tunesmith.rewards.ahead import PORTION_ROWS, one_answer, portions
-from tunesmith.rewards.calling import FunctionReward
-from tunesmith.rewards.outcome import TrainerState, samples_of
-from tunesmith.rewards.scorer import Scorer, Scores
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import RewardError
+from tunesmith.base.core.trace import span, trace
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.models.load import new_reward_model
+from tunesmith.engine.models.tiny import byte_tokenizer
+from tunesmith.learn.rewards.ahead import PORTION_ROWS, one_answer, portions
+from tunesmith.learn.rewards.calling import FunctionReward
+from tunesmith.learn.rewards.outcome import TrainerState, samples_of
+from tunesmith.learn.rewards.scorer import Scorer, Scores
 
 GroupMaker = Callable[..., Group]
 STATE = TrainerState(3, 10)

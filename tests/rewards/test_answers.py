@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.batch.rollout import Group
-from tunesmith.core.errors import RewardError
-from tunesmith.rewards.builtin import arithmetic, final_number, gsm8k
-from tunesmith.rewards.scorer import Scorer
+from tunesmith.base.core.errors import RewardError
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.learn.rewards.builtin import arithmetic, final_number, gsm8k
+from tunesmith.learn.rewards.scorer import Scorer
 
 INTEGERS = st.integers(-(10**12), 10**12)
 

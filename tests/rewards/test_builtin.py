@@ -1,8 +1,16 @@
 import pytest
 
-from tunesmith.core.errors import RewardError
-from tunesmith.rewards.builtin import BUILTINS, SimulatedRater, length, match_format, overlong, sentiment, unique_chars
-from tunesmith.rewards.functions import builtin_function
+from tunesmith.base.core.errors import RewardError
+from tunesmith.learn.rewards.builtin import (
+    BUILTINS,
+    SimulatedRater,
+    length,
+    match_format,
+    overlong,
+    sentiment,
+    unique_chars,
+)
+from tunesmith.learn.rewards.functions import builtin_function
 
 CHAT = [[{"role": "assistant", "content": "abba"}]]
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group
-from tunesmith.core.errors import RewardError
-from tunesmith.rewards.calling import FunctionReward, ObjectReward
-from tunesmith.rewards.outcome import Policy, Sample, SampleError, samples_of
+from tunesmith.base.core.errors import RewardError
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.learn.rewards.calling import FunctionReward, ObjectReward
+from tunesmith.learn.rewards.outcome import Policy, Sample, SampleError, samples_of
 
 GroupMaker = Callable[..., Group]
 DROP = Policy("drop")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.batch.rollout import Group
-from tunesmith.core.errors import RewardError
-from tunesmith.rewards.calling import FunctionReward, function_name
-from tunesmith.rewards.functions import load_function
-from tunesmith.rewards.outcome import Sample, samples_of
+from tunesmith.base.core.errors import RewardError
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.learn.rewards.calling import FunctionReward, function_name
+from tunesmith.learn.rewards.functions import load_function
+from tunesmith.learn.rewards.outcome import Sample, samples_of
 
 GroupMaker = Callable[..., Group]
 USER = {"role": "user", "content": "Hello"}

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from tunesmith.batch.rollout import Group
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import RewardError
-from tunesmith.models.heads import RewardModel
-from tunesmith.models.load import new_reward_model
-from tunesmith.models.tiny import EOS_ID, VOCABULARY_SIZE, byte_tokenizer
-from tunesmith.models.tokenizer import encode_pair_side
-from tunesmith.rewards.model import ModelReward, model_name, same_tokenizer
-from tunesmith.rewards.outcome import samples_of
-from tunesmith.rewards.scorer import Scorer
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import RewardError
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.models.heads import RewardModel
+from tunesmith.engine.models.load import new_reward_model
+from tunesmith.engine.models.tiny import EOS_ID, VOCABULARY_SIZE, byte_tokenizer
+from tunesmith.engine.models.tokenizer import encode_pair_side
+from tunesmith.learn.rewards.model import ModelReward, model_name, same_tokenizer
+from tunesmith.learn.rewards.outcome import samples_of
+from tunesmith.learn.rewards.scorer import Scorer
 
 GroupMaker = Callable[..., Group]
 USER = {"role": "user", "content": "Hello"}

@@ -1,7 +1,7 @@
 import pytest
 
-from tunesmith.core.errors import RewardError
-from tunesmith.rewards.outcome import Logged, Policy, SampleError, Scored
+from tunesmith.base.core.errors import RewardError
+from tunesmith.learn.rewards.outcome import Logged, Policy, SampleError, Scored
 
 
 @pytest.mark.parametrize(

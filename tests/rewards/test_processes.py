@@ -10,13 +10,13 @@ import psutil
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group
-from tunesmith.config.sections import ModelSection, RewardSource
-from tunesmith.core.errors import RewardError
-from tunesmith.models.load import new_reward_model
-from tunesmith.models.tiny import byte_tokenizer
-from tunesmith.rewards.outcome import TrainerState
-from tunesmith.rewards.scorer import Scorer
+from tunesmith.base.config.sections import ModelSection, RewardSource
+from tunesmith.base.core.errors import RewardError
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.models.load import new_reward_model
+from tunesmith.engine.models.tiny import byte_tokenizer
+from tunesmith.learn.rewards.outcome import TrainerState
+from tunesmith.learn.rewards.scorer import Scorer
 
 GroupMaker = Callable[..., Group]
 
@@ -156,7 +156,7 @@ def test_a_reward_model_in_processes_gives_the_same_bits(tmp_path: Path, make_gr
     assert scoring.score(groups).total_PG.equal(expected) and len(expected.unique()) > 20
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # one of another test that has ended
-            if "tunesmith.rewards.process" in child.cmdline():
+            if "tunesmith.learn.rewards.process" in child.cmdline():
                 child.kill()
     with scoring.ahead(len(groups), 2, state) as ahead:
         for place, group in reversed([*enumerate(groups)]):

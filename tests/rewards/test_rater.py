@@ -1,5 +1,5 @@
-from tunesmith.rewards.builtin import RATER_NAME, SimulatedRater
-from tunesmith.schema.records import Prompt
+from tunesmith.base.schema.records import Prompt
+from tunesmith.learn.rewards.builtin import RATER_NAME, SimulatedRater
 
 RATER = SimulatedRater()
 PROMPT = Prompt("films:1", "The movie was")

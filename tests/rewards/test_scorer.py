@@ -7,13 +7,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tunesmith.batch.rollout import Group
-from tunesmith.config.sections import RewardSource
-from tunesmith.core.errors import RewardError
-from tunesmith.core.trace import span, trace
-from tunesmith.rewards.builtin import SimulatedRater
-from tunesmith.rewards.outcome import Sample, TrainerState
-from tunesmith.rewards.scorer import Scorer, joined
+from tunesmith.base.config.sections import RewardSource
+from tunesmith.base.core.errors import RewardError
+from tunesmith.base.core.trace import span, trace
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.learn.rewards.builtin import SimulatedRater
+from tunesmith.learn.rewards.outcome import Sample, TrainerState
+from tunesmith.learn.rewards.scorer import Scorer, joined
 
 GroupMaker = Callable[..., Group]
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group
-from tunesmith.core.errors import RewardError
-from tunesmith.rewards.outcome import Failure, Logged, Outcome, Policy, Sample, SampleError, Scored, samples_of
-from tunesmith.rewards.scorer import Scores, Settler
+from tunesmith.base.core.errors import RewardError
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.learn.rewards.outcome import Failure, Logged, Outcome, Policy, Sample, SampleError, Scored, samples_of
+from tunesmith.learn.rewards.scorer import Scores, Settler
 
 BROKEN = SampleError("reward `a` raised ValueError: no; scoring this", "raised ValueError")
 

@@ -1,8 +1,8 @@
 import pytest
 
-from tunesmith.config.sections import RewardSource
-from tunesmith.core.errors import RewardError
-from tunesmith.rewards.scorer import Scorer
+from tunesmith.base.config.sections import RewardSource
+from tunesmith.base.core.errors import RewardError
+from tunesmith.learn.rewards.scorer import Scorer
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from tunesmith.core.errors import RewardError
-from tunesmith.rewards.threads import EventLoop, HangError, Worker
+from tunesmith.base.core.errors import RewardError
+from tunesmith.learn.rewards.threads import EventLoop, HangError, Worker
 
 
 def test_a_worker_gives_back_what_the_call_returns_or_raises():
@@ -74,7 +74,7 @@ def test_signals_reach_the_main_thread_while_it_waits():
 
 def test_a_thread_that_hangs_does_not_keep_the_process():
     code = """
-from tunesmith.rewards.threads import HangError, Worker
+from tunesmith.learn.rewards.threads import HangError, Worker
 import threading
 try:
     Worker("f").run(threading.Event().wait, timeout_s=0.05)
@@ -89,7 +89,7 @@ except HangError:
 def test_worker_and_loop_work_in_a_forked_process():
     code = """
 import asyncio, os
-from tunesmith.rewards.threads import EventLoop, Worker
+from tunesmith.learn.rewards.threads import EventLoop, Worker
 worker, loop = Worker("f"), EventLoop()
 async def two(): return 2
 assert (worker.run(lambda: 1, 60), loop.run(two(), 60)) == (1, 2)

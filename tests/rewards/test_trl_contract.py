@@ -10,13 +10,13 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tunesmith.batch.rollout import Group
-from tunesmith.core.errors import ModelError
-from tunesmith.models.heads import RewardModel
-from tunesmith.models.tiny import VOCABULARY_SIZE, byte_tokenizer, tiny_model
-from tunesmith.rewards.outcome import TrainerState
-from tunesmith.rewards.scorer import Scorer
-from tunesmith.trainers.metrics import sample_rows
+from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.models.heads import RewardModel
+from tunesmith.engine.models.tiny import VOCABULARY_SIZE, byte_tokenizer, tiny_model
+from tunesmith.learn.rewards.outcome import TrainerState
+from tunesmith.learn.rewards.scorer import Scorer
+from tunesmith.learn.trainers.metrics import sample_rows
 
 ROWS = [{"prompt": "2 + 2 =", "answer": 4}, {"prompt": "3 + 4 =", "answer": 7}]
 CHATS = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.models.language_model import language_model
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.logprob import token_logps
-from tunesmith.rollout.native_engine import NativeEngine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.rollout.native_engine import NativeEngine
 
 
 class CompletionsServer:

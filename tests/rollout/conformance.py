@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.models.language_model import language_model
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.logprob import token_logps
-from tunesmith.rollout.remote.engine import RemoteEngine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.rollout.remote.engine import RemoteEngine
 
 PROMPTS = [
     Prompt("text", "Once upon a time"),

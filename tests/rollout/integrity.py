@@ -7,8 +7,8 @@ A key finds one block, whose ids give that key. `block_tables` repeats the table
 
 from collections.abc import Iterable
 
-from tunesmith.rollout.kv_cache import BLOCK_TOKENS, BlockPool, KVCache, Table, blocks_for, prompt_keys
-from tunesmith.rollout.scheduler import Scheduler
+from tunesmith.engine.rollout.kv_cache import BLOCK_TOKENS, BlockPool, KVCache, Table, blocks_for, prompt_keys
+from tunesmith.engine.rollout.scheduler import Scheduler
 
 
 def pool_errors(pool: BlockPool) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 from integrity import pool_errors
 
-from tunesmith.rollout.kv_cache import BlockPool
+from tunesmith.engine.rollout.kv_cache import BlockPool
 
 
 def _kept(pool: BlockPool, key: bytes) -> int:

@@ -5,16 +5,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import language_model
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.device.engine import DeviceEngine
-from tunesmith.rollout.engine import GenerationInterrupted
-from tunesmith.rollout.native_engine import NativeEngine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.device.engine import DeviceEngine
+from tunesmith.engine.rollout.engine import GenerationInterrupted
+from tunesmith.engine.rollout.native_engine import NativeEngine
 
 AnyEngine = NativeEngine | DeviceEngine
 

@@ -5,11 +5,11 @@ import importlib.util
 import pytest
 import torch
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, SampleSettings, Seen
-from tunesmith.rollout.device.decode_step import DrawForm, DrawSettings, draw
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.sample.api import sample
+from tunesmith.engine.kernels.sample.torch_impl import LogitBias, NoiseKeys, SampleSettings, Seen
+from tunesmith.engine.rollout.device.decode_step import DrawForm, DrawSettings, draw
 
 VOCABULARY, NUM_ROWS = 50, 7
 SAMPLING = SamplingParams(

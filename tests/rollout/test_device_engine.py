@@ -15,21 +15,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import TrainingError
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import language_model
-from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout import weight_check
-from tunesmith.rollout.device.engine import DeviceEngine
-from tunesmith.rollout.device.steps import STEPS_PER_VISIT
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.native_engine import NativeEngine
-from tunesmith.rollout.transformers_backend import TransformersEngine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import TrainingError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout import weight_check
+from tunesmith.engine.rollout.device.engine import DeviceEngine
+from tunesmith.engine.rollout.device.steps import STEPS_PER_VISIT
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.transformers_backend import TransformersEngine
 
 DEVICE = "cuda" if os.environ.get("TUNESMITH_TEST_GPU") == "1" else "cpu"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3")

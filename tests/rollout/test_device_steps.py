@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.device.decode_step import (
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.decoder import Decoder
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.device.decode_step import (
     PREFIX_MEMBERS,
     DeviceModel,
     DrawForm,
@@ -16,12 +16,12 @@ from tunesmith.rollout.device.decode_step import (
     Step,
     decode_step,
 )
-from tunesmith.rollout.device.steps import Buffers, DeviceSteps, Prefix, shared_prefixes
-from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
-from tunesmith.rollout.runner import cache_shape
-from tunesmith.rollout.sampler import NoiseKey
-from tunesmith.rollout.scheduler import PromptRequest, Scheduler
-from tunesmith.rollout.sequence import Limits, Sequence
+from tunesmith.engine.rollout.device.steps import Buffers, DeviceSteps, Prefix, shared_prefixes
+from tunesmith.engine.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
+from tunesmith.engine.rollout.runner import cache_shape
+from tunesmith.engine.rollout.sampler import NoiseKey
+from tunesmith.engine.rollout.scheduler import PromptRequest, Scheduler
+from tunesmith.engine.rollout.sequence import Limits, Sequence
 
 CPU = torch.device("cpu")
 NUM_SLOTS, WIDTH, MAX_STEPS, VOCABULARY = 8, 4, 5, 259

@@ -7,19 +7,19 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch's builds for CUDA")
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.kernels.native import Choice, Kernels
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.loaded import PreTrainedModel
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.device import steps as device_steps
-from tunesmith.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
-from tunesmith.rollout.device.steps import Buffers, DeviceSteps, shared_prefixes
-from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
-from tunesmith.rollout.runner import cache_shape
-from tunesmith.rollout.sampler import NoiseKey
-from tunesmith.rollout.scheduler import PromptRequest, Run, Scheduler
-from tunesmith.rollout.sequence import Limits
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.kernels.native import Choice, Kernels
+from tunesmith.engine.models.decoder import Decoder
+from tunesmith.engine.models.loaded import PreTrainedModel
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.device import steps as device_steps
+from tunesmith.engine.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
+from tunesmith.engine.rollout.device.steps import Buffers, DeviceSteps, shared_prefixes
+from tunesmith.engine.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
+from tunesmith.engine.rollout.runner import cache_shape
+from tunesmith.engine.rollout.sampler import NoiseKey
+from tunesmith.engine.rollout.scheduler import PromptRequest, Run, Scheduler
+from tunesmith.engine.rollout.sequence import Limits
 
 DEVICE = torch.device("cuda" if os.environ.get("TUNESMITH_TEST_GPU") == "1" else "cpu")
 NUM_SLOTS, WIDTH, MAX_STEPS = 6, 4, 3

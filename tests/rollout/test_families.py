@@ -9,26 +9,26 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tunesmith import train
-from tunesmith.batch.pack import pack
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.sections import LoraSection
-from tunesmith.kernels.linear.exact import is_by_onednn
-from tunesmith.kernels.linear.grouped import grouped_linear
-from tunesmith.kernels.native import Kernels
-from tunesmith.models import decoder as flat
-from tunesmith.models import tiny
-from tunesmith.models.architecture import UnsupportedArchitecture
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.heads import Critic, RewardModel
-from tunesmith.models.language_model import FullForward, LanguageModel, language_model
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.lora import AdapterBase, add_adapters
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.native_engine import NativeEngine
-from tunesmith.rollout.transformers_backend import TransformersEngine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import LoraSection
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.pack import pack
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.kernels.linear.exact import is_by_onednn
+from tunesmith.engine.kernels.linear.grouped import grouped_linear
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models import decoder as flat
+from tunesmith.engine.models import tiny
+from tunesmith.engine.models.architecture import UnsupportedArchitecture
+from tunesmith.engine.models.decoder import Decoder
+from tunesmith.engine.models.heads import Critic, RewardModel
+from tunesmith.engine.models.language_model import FullForward, LanguageModel, language_model
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.lora import AdapterBase, add_adapters
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.transformers_backend import TransformersEngine
 
 DENSE = ("gemma", "phi3", "olmo2", "smollm3", "granite", "phi", "gpt_neox", "stablelm", "starcoder2")
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss")

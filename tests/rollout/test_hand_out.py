@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.factory import open_engine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
 
 PROMPTS = [Prompt(str(i), "A story of " + "many " * i) for i in range(9)]
 SAMPLING = SamplingParams(max_new_tokens=24, seed=5, stop_strings=("a", "e", "o"))

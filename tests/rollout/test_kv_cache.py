@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from integrity import check_cache
 
-from tunesmith.core.errors import InputError
-from tunesmith.rollout.kv_cache import (
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.rollout.kv_cache import (
     BLOCK_TOKENS,
     BlockCopy,
     CacheShape,

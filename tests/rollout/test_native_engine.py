@@ -10,23 +10,23 @@ import psutil
 import pytest
 import torch
 
-from tunesmith.batch.pack import pack, select
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import TrainingError
-from tunesmith.kernels.linear.api import cpu_has_bfloat16
-from tunesmith.kernels.linear.exact import is_by_onednn
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.recording import Recording
-from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout import runner
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.native_engine import NativeEngine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import TrainingError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.pack import pack, select
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.kernels.linear.api import cpu_has_bfloat16
+from tunesmith.engine.kernels.linear.exact import is_by_onednn
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.recording import Recording
+from tunesmith.engine.models.language_model import LanguageModel, language_model
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout import runner
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.native_engine import NativeEngine
 
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3")
 has_bf16 = cpu_has_bfloat16()

@@ -9,17 +9,17 @@ import torch
 from completions_server import Clock, CompletionsServer
 from conformance import BOUND, PROMPTS, every_promise, trained_logps
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.sections import LoraSection
-from tunesmith.core.errors import InputError, MissingDependencyError, ServerError
-from tunesmith.models.language_model import language_model
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.lora import AdapterBase, add_adapters
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.remote.connection import VLLM
-from tunesmith.rollout.remote.engine import RemoteEngine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import LoraSection
+from tunesmith.base.core.errors import InputError, MissingDependencyError, ServerError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.lora import AdapterBase, add_adapters
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.remote.connection import VLLM
+from tunesmith.engine.rollout.remote.engine import RemoteEngine
 
 SAMPLING = SamplingParams(max_new_tokens=8, seed=0)
 
@@ -121,7 +121,7 @@ def test_a_router_whose_servers_are_still_starting_is_waited_for(
     server.models = []
     clock = Clock()
     clock.sleep = lambda _: server.models.append({"id": "served"})  # type: ignore[method-assign]
-    monkeypatch.setattr("tunesmith.rollout.remote.engine.time", clock)
+    monkeypatch.setattr("tunesmith.engine.rollout.remote.engine.time", clock)
     assert engine_on(server, loaded).generate(PROMPTS, 1, SAMPLING)
 
 
@@ -149,7 +149,7 @@ def test_after_a_fault_the_completions_are_those_that_it_would_have_given(
 def test_a_server_that_is_gone_is_named_and_ends_the_wait(
     server: CompletionsServer, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunesmith.rollout.remote.engine.time", clock := Clock())
+    monkeypatch.setattr("tunesmith.engine.rollout.remote.engine.time", clock := Clock())
     engine = engine_on(server, loaded)
     server.stop()
     with pytest.raises(ServerError, match=rf"{server.url} cannot be used.*waited for 60 s") as caught:

@@ -11,14 +11,14 @@ import torch
 from conformance import PROMPTS, every_promise
 
 from benchmarks.vllm import VLLMServer
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.core.errors import ServerError
-from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.language_model import language_model
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.remote.connection import VLLM
-from tunesmith.rollout.remote.engine import RemoteEngine
+from tunesmith.base.core.errors import ServerError
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.export import ModelCard, save_final
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.remote.connection import VLLM
+from tunesmith.engine.rollout.remote.engine import RemoteEngine
 
 PYTHON = os.environ.get("TUNESMITH_VLLM_PYTHON", "")
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, SampleSettings
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.engine import GenerationInterrupted, check_prompt_lengths, check_request
-from tunesmith.rollout.factory import open_engine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, SampleSettings
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.engine import GenerationInterrupted, check_prompt_lengths, check_request
+from tunesmith.engine.rollout.factory import open_engine
 
 PROMPTS = [Prompt("a", "text")]
 

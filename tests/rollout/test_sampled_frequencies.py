@@ -17,11 +17,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.tiny import EOS_ID, tiny_model
-from tunesmith.rollout.factory import open_engine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.tiny import EOS_ID, tiny_model
+from tunesmith.engine.rollout.factory import open_engine
 
 PROMPT = (*range(30, 60), 40, 41, 42)
 NUM_DRAWN = 6000

@@ -2,11 +2,11 @@
 
 import torch
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.kernels.native import Kernels
-from tunesmith.rollout.sampler import Sampler, SeenTokens, noise_keys
-from tunesmith.rollout.scheduler import Chunk, Plan, Rows
-from tunesmith.rollout.sequence import Limits, Sequence
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.rollout.sampler import Sampler, SeenTokens, noise_keys
+from tunesmith.engine.rollout.scheduler import Chunk, Plan, Rows
+from tunesmith.engine.rollout.sequence import Limits, Sequence
 
 
 def sequence(

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from integrity import check_scheduler
 
-from tunesmith.core.seeds import derive
-from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, blocks_for
-from tunesmith.rollout.scheduler import Plan, PromptRequest, Rows, Run, Scheduler
-from tunesmith.rollout.sequence import Decode, Limits, Sequence
+from tunesmith.base.core.seeds import derive
+from tunesmith.engine.rollout.kv_cache import BLOCK_TOKENS, KVCache, blocks_for
+from tunesmith.engine.rollout.scheduler import Plan, PromptRequest, Rows, Run, Scheduler
+from tunesmith.engine.rollout.sequence import Decode, Limits, Sequence
 
 STOP_ID = 0
 VOCABULARY = 23

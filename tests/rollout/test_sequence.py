@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import InputError
-from tunesmith.models.tiny import tiny_model
-from tunesmith.models.tokenizer import decode as decode_with
-from tunesmith.rollout.sequence import Decode, Limits, Sequence
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.models.tokenizer import decode as decode_with
+from tunesmith.engine.rollout.sequence import Decode, Limits, Sequence
 
 BYTES = [b"", b"a", b"b", b"ab", b"ba", b" end", b"\n", "é".encode()[:1], "é".encode()[1:], "€".encode()[:2], b"\xac"]
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.models.tiny import byte_tokenizer, tiny_model
-from tunesmith.models.tokenizer import decode
-from tunesmith.rollout.engine import Callbacks, make_request
-from tunesmith.rollout.sequence import Decode, Limits, Sequence, TextStream
-from tunesmith.schema.records import Prompt
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.tiny import byte_tokenizer, tiny_model
+from tunesmith.engine.models.tokenizer import decode
+from tunesmith.engine.rollout.engine import Callbacks, make_request
+from tunesmith.engine.rollout.sequence import Decode, Limits, Sequence, TextStream
 
 TOKENIZER = byte_tokenizer()
 WORDS = ("all", " EN", "OUGH", "D", " END", "é", "\n", "E", "ND")

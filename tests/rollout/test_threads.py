@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tunesmith.rollout import threads
-from tunesmith.rollout.threads import FreeThreads, adapted
-from tunesmith.runs.environment import busy_core_s, core_numbers
+from tunesmith.base.runs.environment import busy_core_s, core_numbers
+from tunesmith.engine.rollout import threads
+from tunesmith.engine.rollout.threads import FreeThreads, adapted
 
 
 @contextmanager

@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tunesmith.batch.pack import pack
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.kernels.sample import torch_impl
-from tunesmith.kernels.sample.torch_impl import SampleSettings, Seen
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.tiny import FAMILIES, tiny_model
-from tunesmith.rollout.engine import GenerationInterrupted
-from tunesmith.rollout.transformers_backend import TransformersEngine
-from tunesmith.schema.records import Prompt
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.pack import pack
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.kernels.sample import torch_impl
+from tunesmith.engine.kernels.sample.torch_impl import SampleSettings, Seen
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
+from tunesmith.engine.rollout.engine import GenerationInterrupted
+from tunesmith.engine.rollout.transformers_backend import TransformersEngine
 
 PROMPTS = [Prompt("a", "The film"), Prompt("b", "x"), Prompt("c", ({"role": "user", "content": "Hello?"},))]
 

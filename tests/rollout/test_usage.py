@@ -5,20 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.core.trace import span, trace
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import language_model
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout import scheduler as scheduler_module
-from tunesmith.rollout.device.engine import DeviceEngine
-from tunesmith.rollout.kv_cache import KVCache
-from tunesmith.rollout.native_engine import NativeEngine
-from tunesmith.rollout.scheduler import PromptRequest, Run, Scheduler
-from tunesmith.rollout.sequence import Limits
-from tunesmith.rollout.transformers_backend import TransformersEngine
-from tunesmith.rollout.usage import Usage
-from tunesmith.schema.records import Prompt
+from tunesmith.base.core.trace import span, trace
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout import scheduler as scheduler_module
+from tunesmith.engine.rollout.device.engine import DeviceEngine
+from tunesmith.engine.rollout.kv_cache import KVCache
+from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.scheduler import PromptRequest, Run, Scheduler
+from tunesmith.engine.rollout.sequence import Limits
+from tunesmith.engine.rollout.transformers_backend import TransformersEngine
+from tunesmith.engine.rollout.usage import Usage
 
 Draw = Callable[..., Usage]
 FIGURES = ("decode_steps", "prefill_tokens", "shared_tokens", "slots_used", "tail_s", "starved_s")
@@ -109,7 +109,7 @@ def test_batches_of_transformers_wait_for_their_longest(monkeypatch: pytest.Monk
     loaded = tiny_model("llama")
     ticks = iter(range(1000))
     monkeypatch.setattr(
-        "tunesmith.rollout.transformers_backend.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+        "tunesmith.engine.rollout.transformers_backend.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     )
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=3)
     with trace() as record, span("rollout"):

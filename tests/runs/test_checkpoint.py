@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunesmith.core.errors import CheckpointError
-from tunesmith.runs import checkpoint
-from tunesmith.runs.checkpoint import (
+from tunesmith.base.core.errors import CheckpointError
+from tunesmith.base.runs import checkpoint
+from tunesmith.base.runs.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     Settled,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import MissingDependencyError, RunError
-from tunesmith.runs.environment import cpu_flags, environment, peak_rss_gb, rss_gb, usable_cores
-from tunesmith.runs.folder import RunFolder, read_jsonl
-from tunesmith.runs.progress import format_rate, progress
-from tunesmith.runs.trackers import check_trackers, tracking
+from tunesmith.base.core.errors import MissingDependencyError, RunError
+from tunesmith.base.runs.environment import cpu_flags, environment, peak_rss_gb, rss_gb, usable_cores
+from tunesmith.base.runs.folder import RunFolder, read_jsonl
+from tunesmith.base.runs.progress import format_rate, progress
+from tunesmith.base.runs.trackers import check_trackers, tracking
 
 
 def test_a_new_folder_holds_recipe_provenance_and_environment(tmp_path: Path) -> None:

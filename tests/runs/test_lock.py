@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import RunError
-from tunesmith.runs.lock import HOLDER_FILE, LOCK_FILE, RunLock, holder_of, is_locked
+from tunesmith.base.core.errors import RunError
+from tunesmith.base.runs.lock import HOLDER_FILE, LOCK_FILE, RunLock, holder_of, is_locked
 
 HOLD = """
 import sys
 from pathlib import Path
-from tunesmith.runs.lock import RunLock
+from tunesmith.base.runs.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.__enter__()
 print("held", flush=True)
@@ -30,8 +30,8 @@ sys.stdin.read()
 TRY = """
 import sys
 from pathlib import Path
-from tunesmith.core.errors import RunError
-from tunesmith.runs.lock import RunLock
+from tunesmith.base.core.errors import RunError
+from tunesmith.base.runs.lock import RunLock
 try:
     with RunLock(Path(sys.argv[1])):
         print("acquired")
@@ -168,7 +168,7 @@ def test_a_lock_file_without_a_holder_means_nothing(tmp_path: Path) -> None:
 
 def test_a_look_at_the_lock_never_makes_its_owner_fail(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom pathlib import Path\nfrom tunesmith.runs.lock import is_locked\n"
+        "import sys\nfrom pathlib import Path\nfrom tunesmith.base.runs.lock import is_locked\n"
         "print('go', flush=True)\nwhile True:\n    is_locked(Path(sys.argv[1]))\n"
     )
     looker = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)

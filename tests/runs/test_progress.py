@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunesmith.runs.progress import Pace, format_rate, progress
+from tunesmith.base.runs.progress import Pace, format_rate, progress
 
 
 def test_a_resumed_run_counts_its_rate_from_where_it_went_on(capsys: pytest.CaptureFixture[str]) -> None:

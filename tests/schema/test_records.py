@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tunesmith.schema.records import Pair, Prompt, Ranking, Vote, plain_text
+from tunesmith.base.schema.records import Pair, Prompt, Ranking, Vote, plain_text
 
 CHAT = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"})
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.store.records import CampaignSettings, Candidate, NewItem
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem
+from tunesmith.collect.store.votes import VoteStore
 
 
 def _pairs(count: int, first: int = 0) -> list[NewItem]:

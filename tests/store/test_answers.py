@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import DataError, UnknownPresentationError, VoteConflictError, VoteError
-from tunesmith.store.records import VERDICTS, Candidate, NewItem, Presentation, Verdict
-from tunesmith.store.vote_reader import VoteReader
-from tunesmith.store.votes import VoteStore
+from tunesmith.base.core.errors import DataError, UnknownPresentationError, VoteConflictError, VoteError
+from tunesmith.collect.store.records import VERDICTS, Candidate, NewItem, Presentation, Verdict
+from tunesmith.collect.store.vote_reader import VoteReader
+from tunesmith.collect.store.votes import VoteStore
 
 Pairs = Callable[..., list[NewItem]]
 MakeCampaign = Callable[..., int]

@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tunesmith.store.records import NewItem
-from tunesmith.store.vote_reader import VoteReader
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.store.records import NewItem
+from tunesmith.collect.store.vote_reader import VoteReader
+from tunesmith.collect.store.votes import VoteStore
 
 NUM_KILLS = 10
 
 # Votes and prints each receipt; killed from outside at whatever it is doing.
 _VOTER = """
 import sys
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.store.votes import VoteStore
 store = VoteStore.open(sys.argv[1])
 (campaign,) = store.reader.campaigns()
 rater = store.add_rater(sys.argv[2]).rater.id

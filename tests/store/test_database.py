@@ -11,12 +11,12 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import MetaData, create_engine, create_mock_engine
 
-from tunesmith.core.errors import NameTakenError, StoreError
-from tunesmith.store import database, tables
-from tunesmith.store.records import CampaignSettings, Candidate, NewItem
-from tunesmith.store.runs import RunStore
-from tunesmith.store.vote_reader import VoteReader
-from tunesmith.store.votes import VoteStore
+from tunesmith.base.core.errors import NameTakenError, StoreError
+from tunesmith.collect.store import database, tables
+from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem
+from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.store.vote_reader import VoteReader
+from tunesmith.collect.store.votes import VoteStore
 
 _SCRIPT = '''"""One more column."""
 import sqlalchemy as sa

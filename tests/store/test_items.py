@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tunesmith.core.errors import DataError
-from tunesmith.store.records import Candidate, GivenVote, NewItem
-from tunesmith.store.votes import VoteStore
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.store.records import Candidate, GivenVote, NewItem
+from tunesmith.collect.store.votes import VoteStore
 
 Pairs = Callable[..., list[NewItem]]
 MakeCampaign = Callable[..., int]

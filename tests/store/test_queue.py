@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tunesmith.core.errors import StoreError
-from tunesmith.store.records import Candidate, NewItem, NewOffer, Offer
-from tunesmith.store.votes import VoteStore
+from tunesmith.base.core.errors import StoreError
+from tunesmith.collect.store.records import Candidate, NewItem, NewOffer, Offer
+from tunesmith.collect.store.votes import VoteStore
 
 Pairs = Callable[..., list[NewItem]]
 MakeCampaign = Callable[..., int]

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tunesmith.core.errors import VoteConflictError, VoteError
-from tunesmith.store.records import CampaignSettings, Candidate, NewItem, Presentation, Verdict
-from tunesmith.store.votes import VoteStore
+from tunesmith.base.core.errors import VoteConflictError, VoteError
+from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem, Presentation, Verdict
+from tunesmith.collect.store.votes import VoteStore
 
 LEASE_S = 10.0
 UNDO_S = 15.0

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import StoreError
-from tunesmith.store.records import PolicyVersion
-from tunesmith.store.vote_reader import VoteReader
-from tunesmith.store.votes import VoteStore
+from tunesmith.base.core.errors import StoreError
+from tunesmith.collect.store.records import PolicyVersion
+from tunesmith.collect.store.vote_reader import VoteReader
+from tunesmith.collect.store.votes import VoteStore
 
 
 def test_a_token_lets_its_rater_in_until_it_expires_or_is_disabled(store: VoteStore):

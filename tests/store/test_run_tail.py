@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import StoreError
-from tunesmith.runs.lock import HOLDER_FILE, RunLock
-from tunesmith.store import run_tail
-from tunesmith.store.run_tail import METRICS_FILE, POSITION_FILE, WATCH_FOLDER, Follower, RunTail, run_state
-from tunesmith.store.runs import RunReader, RunStore
+from tunesmith.base.core.errors import StoreError
+from tunesmith.base.runs.lock import HOLDER_FILE, RunLock
+from tunesmith.collect.store import run_tail
+from tunesmith.collect.store.run_tail import METRICS_FILE, POSITION_FILE, WATCH_FOLDER, Follower, RunTail, run_state
+from tunesmith.collect.store.runs import RunReader, RunStore
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import DataError, StoreError
-from tunesmith.store.records import Candidate, NewOffer, PolicyVersion
-from tunesmith.store.runs import RunReader, RunStore
+from tunesmith.base.core.errors import DataError, StoreError
+from tunesmith.collect.store.records import Candidate, NewOffer, PolicyVersion
+from tunesmith.collect.store.runs import RunReader, RunStore
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.store.vote_stats import bias_test, cohen_kappa, krippendorff_alpha
+from tunesmith.collect.store.vote_stats import bias_test, cohen_kappa, krippendorff_alpha
 
 # Krippendorff (2011), "Computing Krippendorff's Alpha-Reliability", section C: 4 observers, 12 units, missing data.
 OBSERVERS = (

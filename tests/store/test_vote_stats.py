@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.store.records import Candidate, NewItem, Verdict
-from tunesmith.store.vote_reader import VoteReader
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.store.records import Candidate, NewItem, Verdict
+from tunesmith.collect.store.vote_reader import VoteReader
+from tunesmith.collect.store.votes import VoteStore
 
 Pairs = Callable[..., list[NewItem]]
 MakeCampaign = Callable[..., int]

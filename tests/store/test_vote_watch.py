@@ -1,8 +1,8 @@
 import pytest
 
-from tunesmith.store.records import CampaignSettings, Candidate, NewItem
-from tunesmith.store.vote_watch import MINUTES, Contest, VoteWatch
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem
+from tunesmith.collect.store.vote_watch import MINUTES, Contest, VoteWatch
+from tunesmith.collect.store.votes import VoteStore
 
 NOW = 1_800_000_000.0
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from recipes import Started
 
-from tunesmith.batch.rollout import Completion, Group
+from tunesmith.engine.batch.rollout import Completion, Group
 
 Tensors = dict[str, torch.Tensor]
 

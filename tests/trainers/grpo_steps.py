@@ -7,9 +7,9 @@ import torch
 from grpo_oracle import Oracle, Recorder, double
 from recipes import PROMPTS, Started, groups_of
 
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.rewards.sources import RewardLike
-from tunesmith.trainers.api import StepResult
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.learn.rewards.sources import RewardLike
+from tunesmith.learn.trainers.api import StepResult
 
 
 def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:

@@ -27,10 +27,10 @@ from recipes import (
 )
 
 from server_parts import context
-from tunesmith.core.errors import TunesmithError
-from tunesmith.core.faults import VARIABLE
-from tunesmith.runs.folder import MEASURED
-from tunesmith.trainers.resume import Inputs, resume
+from tunesmith.base.core.errors import TunesmithError
+from tunesmith.base.core.faults import VARIABLE
+from tunesmith.base.runs.folder import MEASURED
+from tunesmith.learn.trainers.resume import Inputs, resume
 
 TRAINERS = ("sft", "reward", "dpo", "ppo", "grpo", "best_of_n", "distill")
 NUM_STEPS = 10

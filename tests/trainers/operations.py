@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.core import trace
+from tunesmith.base.core import trace
 
 
 class Operations(TorchDispatchMode, trace.Watcher):

@@ -3,20 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.algorithms.best_of_n import BestOfNRecipe
-from tunesmith.config.algorithms.distill import DistillRecipe
-from tunesmith.config.algorithms.dpo import DPORecipe
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.algorithms.online_dpo import OnlineDPORecipe
-from tunesmith.config.algorithms.ppo import PPORecipe
-from tunesmith.config.algorithms.reward import RewardRecipe
-from tunesmith.config.algorithms.sft import SFTRecipe
-from tunesmith.config.recipe import Recipe
-from tunesmith.schema.records import Pair, Prompt
-from tunesmith.trainers import setup
-from tunesmith.trainers.api import Inputs, StepResult
-from tunesmith.trainers.run import run, task_of
-from tunesmith.trainers.setup import RunResult
+from tunesmith.base.config.algorithms.best_of_n import BestOfNRecipe
+from tunesmith.base.config.algorithms.distill import DistillRecipe
+from tunesmith.base.config.algorithms.dpo import DPORecipe
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.algorithms.online_dpo import OnlineDPORecipe
+from tunesmith.base.config.algorithms.ppo import PPORecipe
+from tunesmith.base.config.algorithms.reward import RewardRecipe
+from tunesmith.base.config.algorithms.sft import SFTRecipe
+from tunesmith.base.config.recipe import Recipe
+from tunesmith.base.schema.records import Pair, Prompt
+from tunesmith.learn.trainers import setup
+from tunesmith.learn.trainers.api import Inputs, StepResult
+from tunesmith.learn.trainers.run import run, task_of
+from tunesmith.learn.trainers.setup import RunResult
 
 PROMPTS = ["The film", "A story", "Once more", "They said"]
 

@@ -49,7 +49,7 @@ def test_layers_are_really_computed_twice(kind: str, tmp_path: Path, monkeypatch
         calls.append(torch.is_grad_enabled())
         return original(*arguments, **options)
 
-    for place in ("transformers.modeling_utils.checkpoint", "tunesmith.models.decoder.checkpoint"):
+    for place in ("transformers.modeling_utils.checkpoint", "tunesmith.engine.models.decoder.checkpoint"):
         monkeypatch.setattr(place, counted)
     trained(kind, tmp_path, dtype="float32", checkpointed=False)
     assert not calls

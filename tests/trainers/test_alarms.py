@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tunesmith.config.sections import AlarmsSection
-from tunesmith.trainers.alarms import alarms
+from tunesmith.base.config.sections import AlarmsSection
+from tunesmith.learn.trainers.alarms import alarms
 
 DEFAULTS = AlarmsSection()
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from recipes import PROMPTS, Started, best_of_n_recipe, groups_of, training
 
-from tunesmith.algorithms.advantages import highest
-from tunesmith.config.load import load_recipe
-from tunesmith.core.errors import ConfigError
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.core.errors import ConfigError
+from tunesmith.learn.algorithms.advantages import highest
 
 
 def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:

@@ -12,10 +12,10 @@ import torch
 from jobs import outcome
 from recipes import PROMPTS, ppo_recipe, training
 
-from tunesmith.config.algorithms.ppo import PPORecipe
-from tunesmith.models.heads import Critic
-from tunesmith.models.tiny import tiny_model
-from tunesmith.trainers.critic import CriticProcess
+from tunesmith.base.config.algorithms.ppo import PPORecipe
+from tunesmith.engine.models.heads import Critic
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.learn.trainers.critic import CriticProcess
 
 
 def kill_critics() -> int:
@@ -23,7 +23,7 @@ def kill_critics() -> int:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.ZombieProcess):  # of an earlier test
-            if "tunesmith.trainers.critic" in child.cmdline():
+            if "tunesmith.learn.trainers.critic" in child.cmdline():
                 found.append(child)
                 child.kill()
     psutil.wait_procs(found, timeout=30)

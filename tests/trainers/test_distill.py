@@ -8,8 +8,8 @@ import pytest
 import torch
 from recipes import PROMPTS, Started, demonstrations, distill_recipe, sft_recipe, training
 
-from tunesmith.config.load import load_recipe
-from tunesmith.core.errors import ConfigError, ModelError
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.core.errors import ConfigError, ModelError
 
 
 def divergence(logp_V: torch.Tensor, logq_V: torch.Tensor, beta: float) -> torch.Tensor:

@@ -12,10 +12,10 @@ from jobs import DPO_VARIANTS, forked, go_on, outcome, the_run, train
 from recipes import PROMPTS, Started, dpo_recipe, pairs, training
 from transformers import AutoModelForCausalLM
 
-from tunesmith.core.errors import DataError, RunError
-from tunesmith.data.answers import AnswerLabel, AnswerPair
-from tunesmith.schema.records import Judgement, Pair, Prompt
-from tunesmith.trainers import dpo
+from tunesmith.base.core.errors import DataError, RunError
+from tunesmith.base.schema.records import Judgement, Pair, Prompt
+from tunesmith.collect.data.answers import AnswerLabel, AnswerPair
+from tunesmith.learn.trainers import dpo
 
 LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid": {},

@@ -8,12 +8,12 @@ import pytest
 import torch
 from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe, training
 
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.algorithms.ppo import PPORecipe
-from tunesmith.kernels.linear.api import cpu_has_bfloat16
-from tunesmith.kernels.linear.exact import is_by_onednn
-from tunesmith.models.language_model import LanguageModel
-from tunesmith.trainers import grpo, passes, ppo
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.algorithms.ppo import PPORecipe
+from tunesmith.engine.kernels.linear.api import cpu_has_bfloat16
+from tunesmith.engine.kernels.linear.exact import is_by_onednn
+from tunesmith.engine.models.language_model import LanguageModel
+from tunesmith.learn.trainers import grpo, passes, ppo
 
 has_bf16 = cpu_has_bfloat16()
 needs_bf16 = pytest.mark.skipif(not has_bf16, reason="this CPU has no bfloat16 instructions, so nothing is exact in it")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from recipes import PROMPTS, Started, training
 
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.load import load_recipe
-from tunesmith.trainers.estimate import Estimate, announce
-from tunesmith.trainers.grpo import GRPO
-from tunesmith.trainers.work import Rows, RunWork, Work
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.load import load_recipe
+from tunesmith.learn.trainers.estimate import Estimate, announce
+from tunesmith.learn.trainers.grpo import GRPO
+from tunesmith.learn.trainers.work import Rows, RunWork, Work
 
 DRAW = GRPO.draw
 SMALL = {

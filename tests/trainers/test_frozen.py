@@ -9,16 +9,16 @@ import pytest
 import torch
 from recipes import PROMPTS, best_of_n_recipe, grpo_recipe, ppo_recipe, training
 
-from tunesmith.batch.pack import FrozenStates
-from tunesmith.kernels.native import Kernels
-from tunesmith.models import decoder as flat
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.language_model import language_model
-from tunesmith.models.loaded import freeze_lower_layers
-from tunesmith.models.logprob import frozen_states, token_logps
-from tunesmith.models.lora import frozen_copy
-from tunesmith.models.tiny import FAMILIES, tiny_model
-from tunesmith.trainers.setup import RunResult
+from tunesmith.engine.batch.pack import FrozenStates
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models import decoder as flat
+from tunesmith.engine.models.decoder import Decoder
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.loaded import freeze_lower_layers
+from tunesmith.engine.models.logprob import frozen_states, token_logps
+from tunesmith.engine.models.lora import frozen_copy
+from tunesmith.engine.models.tiny import FAMILIES, tiny_model
+from tunesmith.learn.trainers.setup import RunResult
 
 ONE_LAYER: dict[str, Any] = {"num_trainable_layers": 1}
 RECIPES = {

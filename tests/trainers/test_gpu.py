@@ -11,7 +11,7 @@ import torch
 from jobs import DPO_VARIANTS, TRAINERS, go_on, outcome, train
 from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe, training
 
-from tunesmith.rollout.device.engine import DeviceEngine
+from tunesmith.engine.rollout.device.engine import DeviceEngine
 
 pytestmark = pytest.mark.skipif(os.environ.get("TUNESMITH_TEST_GPU") != "1", reason="for a GPU: make test-gpu")
 

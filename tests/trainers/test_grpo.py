@@ -14,13 +14,13 @@ from grpo_steps import build, checked_step, low_ids, low_share, weights_of
 from recipes import PROMPTS, groups_of, grpo_recipe, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tunesmith.batch.rollout import Completion
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.sections import RewardSource
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.core.trace import trace
-from tunesmith.rewards.sources import RewardLike
-from tunesmith.runs.folder import MEASURED, read_jsonl
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.sections import RewardSource
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.core.trace import trace
+from tunesmith.base.runs.folder import MEASURED, read_jsonl
+from tunesmith.engine.batch.rollout import Completion
+from tunesmith.learn.rewards.sources import RewardLike
 
 
 def constant(completions: Sequence[str], **_: object) -> list[float]:

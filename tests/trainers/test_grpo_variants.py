@@ -10,8 +10,8 @@ from grpo_oracle import Recorder
 from grpo_steps import build, checked_step, low_ids, low_share, moved_apart, weights_of
 from recipes import PROMPTS, groups_of, grpo_recipe
 
-from tunesmith.config.sections import RewardSource
-from tunesmith.rewards.scorer import Scores
+from tunesmith.base.config.sections import RewardSource
+from tunesmith.learn.rewards.scorer import Scores
 
 
 @pytest.mark.parametrize(

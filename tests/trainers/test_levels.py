@@ -9,13 +9,13 @@ from grpo_steps import build, low_ids
 from recipes import PROMPTS, demonstrations, grpo_recipe, pairs, ppo_recipe, training
 
 from tunesmith import train
-from tunesmith.config.levels import LEVELS, Level
-from tunesmith.kernels.linear.api import cpu_has_bfloat16
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.language_model import FullForward, TrunkForward
-from tunesmith.models.logprob import token_logps
-from tunesmith.rollout.native_engine import NativeEngine
-from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.base.config.levels import LEVELS, Level
+from tunesmith.engine.kernels.linear.api import cpu_has_bfloat16
+from tunesmith.engine.models.decoder import Decoder
+from tunesmith.engine.models.language_model import FullForward, TrunkForward
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.transformers_backend import TransformersEngine
 
 ROLLOUT = {"rollout.max_new_tokens": 6, "rollout.prompts_per_step": 2}
 

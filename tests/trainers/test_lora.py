@@ -11,14 +11,14 @@ from recipes import PROMPTS, grpo_recipe, ppo_recipe, training
 from safetensors.torch import load_file
 from test_exactness import in_exact_dtypes, needs_bf16, spread
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.sections import ModelSection
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import language_model
-from tunesmith.models.load import load_policy
-from tunesmith.rollout.native_engine import NativeEngine
-from tunesmith.rollout.runner import Packer
-from tunesmith.schema.records import Prompt
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.runner import Packer
 
 
 def model(family: str = "llama", dtype: str = "bfloat16", **lora: Any) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tunesmith.algorithms.policy_loss import Correction
-from tunesmith.trainers.metrics import FirstPass
+from tunesmith.learn.algorithms.policy_loss import Correction
+from tunesmith.learn.trainers.metrics import FirstPass
 
 
 def correction(ratios: list[float], cuts: list[bool], differences: list[float]) -> Correction:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe
 
-from tunesmith.trainers import grpo, ppo
+from tunesmith.learn.trainers import grpo, ppo
 
 
 @pytest.mark.parametrize("trainer", [grpo, ppo])
@@ -17,7 +17,7 @@ def test_a_step_whose_logits_do_not_fit_learns_the_same(
     """The vocabulary is tiny, so the limit is lowered until the logits of a micro-batch do not fit."""
     found = []
     for chunk_bytes in (2**26, 2**12):
-        monkeypatch.setattr("tunesmith.kernels.logprob.head.CPU_CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("tunesmith.engine.kernels.logprob.head.CPU_CHUNK_BYTES", chunk_bytes)
         recipe = {grpo: grpo_recipe, ppo: ppo_recipe}[trainer]
         state = Started(recipe(tmp_path, run={"steps": 1}), prompts=PROMPTS, rewards=[low_ids])
         asked = state.batch(0)

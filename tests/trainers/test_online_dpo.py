@@ -13,10 +13,10 @@ from jobs import outcome
 from recipes import PROMPTS, Started, groups_of, online_dpo_recipe, training
 from torch.nn.functional import logsigmoid
 
-from tunesmith.core.errors import InputError
-from tunesmith.rewards.scorer import Scores
-from tunesmith.trainers.policy_step import Credit, minibatch_rows
-from tunesmith.trainers.resume import Inputs, resume
+from tunesmith.base.core.errors import InputError
+from tunesmith.learn.rewards.scorer import Scores
+from tunesmith.learn.trainers.policy_step import Credit, minibatch_rows
+from tunesmith.learn.trainers.resume import Inputs, resume
 
 
 def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:

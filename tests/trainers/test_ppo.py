@@ -12,10 +12,10 @@ import torch
 from recipes import PROMPTS, Started, groups_of, ppo_recipe, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tunesmith.config.sections import RewardSource
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.runs.checkpoint import list_steps, load
-from tunesmith.runs.folder import MEASURED, read_jsonl
+from tunesmith.base.config.sections import RewardSource
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.runs.checkpoint import list_steps, load
+from tunesmith.base.runs.folder import MEASURED, read_jsonl
 
 NAMES = (
     *("reward", "reward_std", "rewards/low_ids/mean", "objective/kl", "policy/approxkl_avg", "entropy", "lr"),

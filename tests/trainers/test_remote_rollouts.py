@@ -9,11 +9,11 @@ import pytest
 from completions_server import Clock, CompletionsServer
 from recipes import PROMPTS, best_of_n_recipe, distill_recipe, grpo_recipe, ppo_recipe, training
 
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.config.algorithms.live import LiveRecipe
-from tunesmith.core.errors import ServerError
-from tunesmith.models.tiny import tiny_model
-from tunesmith.runs.checkpoint import list_steps
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.algorithms.live import LiveRecipe
+from tunesmith.base.core.errors import ServerError
+from tunesmith.base.runs.checkpoint import list_steps
+from tunesmith.engine.models.tiny import tiny_model
 
 
 def low_letters(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
@@ -93,7 +93,7 @@ def test_a_server_that_stays_away_ends_the_run_after_a_checkpoint_and_it_goes_on
     section = {"steps": 4, "checkpoint_every": 0, "eval_every": 1}
     prompts = {"heldout_fraction": 0.25} if while_evaluating else {}
     cfg = grpo_recipe(tmp_path, rollout=on(server), run=section, prompts=prompts)
-    monkeypatch.setattr("tunesmith.rollout.remote.engine.time", Clock())
+    monkeypatch.setattr("tunesmith.engine.rollout.remote.engine.time", Clock())
     server.faults = {8: "die"} if while_evaluating else {7: "die"}
     with pytest.raises(ServerError, match="goes on with `tunesmith resume`"):
         training(cfg, prompts=PROMPTS, rewards=[low_letters])

@@ -12,11 +12,11 @@ import jobs
 import pytest
 from jobs import TRAINERS, forked, go_on, outcome, the_run, train
 
-from tunesmith.config.load import load_recipe
-from tunesmith.core.errors import RunError
-from tunesmith.runs.checkpoint import list_steps
-from tunesmith.runs.listing import read_run
-from tunesmith.trainers.resume import with_threads
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.core.errors import RunError
+from tunesmith.base.runs.checkpoint import list_steps
+from tunesmith.base.runs.listing import read_run
+from tunesmith.learn.trainers.resume import with_threads
 
 POLICY = (  # all that policies share; GRPO has only its own below
     *("rollout", "reward", "reward/noisy", "old_policy", "reference", "update/forward", "update/backward"),
@@ -263,7 +263,7 @@ def test_the_learning_rate_may_change_and_the_change_is_noted(tmp_path: Path, in
 
 
 def test_other_data_is_refused(tmp_path: Path, interrupted: Copies) -> None:
-    from tunesmith.trainers.resume import Inputs, resume
+    from tunesmith.learn.trainers.resume import Inputs, resume
 
     run_dir = interrupted("ppo", tmp_path)
     with pytest.raises(RunError, match=r"the prompts .* changed since its checkpoint"):

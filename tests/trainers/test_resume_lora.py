@@ -7,10 +7,10 @@ import pytest
 from jobs import TRAINERS, forked, go_on, outcome, the_run, train
 from safetensors.torch import load_file
 
-from tunesmith.core import faults
-from tunesmith.core.errors import RunError, StoppedError
-from tunesmith.core.faults import VARIABLE
-from tunesmith.runs.checkpoint import list_steps
+from tunesmith.base.core import faults
+from tunesmith.base.core.errors import RunError, StoppedError
+from tunesmith.base.core.faults import VARIABLE
+from tunesmith.base.runs.checkpoint import list_steps
 
 KILLED = -9
 LORA = {"rank": 4}

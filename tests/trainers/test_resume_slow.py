@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import NUM_STEPS, TRAINERS, go_on, outcome, start, the_run, train
 
-from tunesmith.runs.checkpoint import list_steps
+from tunesmith.base.runs.checkpoint import list_steps
 
 NUM_KILLS = 20
 NUM_KILLS_IN_SAVES = 5

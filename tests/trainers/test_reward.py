@@ -10,10 +10,10 @@ import torch
 from recipes import Started, pairs, reward_recipe, training
 from transformers import AutoModelForSequenceClassification
 
-from tunesmith.core.errors import DataError
-from tunesmith.models.load import load_reward_model
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.reward import RewardTask
+from tunesmith.base.core.errors import DataError
+from tunesmith.engine.models.load import load_reward_model
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.reward import RewardTask
 
 
 def test_it_learns_which_text_was_preferred_on_prompts_it_has_not_seen(tmp_path: Path) -> None:

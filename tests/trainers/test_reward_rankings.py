@@ -6,7 +6,7 @@ import pytest
 import torch
 from recipes import Started, reward_recipe, training
 
-from tunesmith.core.errors import ConfigError
+from tunesmith.base.core.errors import ConfigError
 
 ENDS = ("wow!!! so good!", "good! yes.", "it is all right.", "meh, not this.")
 

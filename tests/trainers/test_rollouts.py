@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tunesmith.batch.pack import PolicyBatch, Sequences
-from tunesmith.config.algorithms.grpo import GRPOSection
-from tunesmith.trainers.passes import micro_batches
-from tunesmith.trainers.policy_step import minibatches, update_size
+from tunesmith.base.config.algorithms.grpo import GRPOSection
+from tunesmith.engine.batch.pack import PolicyBatch, Sequences
+from tunesmith.learn.trainers.passes import micro_batches
+from tunesmith.learn.trainers.policy_step import minibatches, update_size
 
 
 def rollout(num_rows: int) -> PolicyBatch:

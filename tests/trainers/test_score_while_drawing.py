@@ -10,11 +10,11 @@ import torch
 from jobs import forked, go_on, noisy, outcome, the_run
 from recipes import PROMPTS, grpo_recipe, ppo_recipe, training
 
-from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import RewardError
-from tunesmith.models.heads import RewardModel
-from tunesmith.models.load import new_reward_model
-from tunesmith.trainers import grpo, ppo
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import RewardError
+from tunesmith.engine.models.heads import RewardModel
+from tunesmith.engine.models.load import new_reward_model
+from tunesmith.learn.trainers import grpo, ppo
 
 TRAINERS = [(ppo, ppo_recipe), (grpo, grpo_recipe)]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe
 
-from tunesmith.batch.targets import LearntSequence, pack_targets
-from tunesmith.batch.upload import Uploader
-from tunesmith.trainers import grpo, ppo, setup
+from tunesmith.engine.batch.targets import LearntSequence, pack_targets
+from tunesmith.engine.batch.upload import Uploader
+from tunesmith.learn.trainers import grpo, ppo, setup
 
 
 def low_ids(completion_ids: Any, **_: object) -> list[float]:

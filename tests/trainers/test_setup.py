@@ -2,8 +2,8 @@
 
 import pytest
 
-from tunesmith.config.scale_sections import ScaleSection
-from tunesmith.trainers import setup
+from tunesmith.base.config.scale_sections import ScaleSection
+from tunesmith.learn.trainers import setup
 
 TORCHRUN = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}
 

@@ -11,10 +11,10 @@ import torch
 from recipes import Started, demonstrations, sft_recipe, training
 from transformers import AutoModelForCausalLM
 
-from tunesmith.core.errors import DataError
-from tunesmith.models.language_model import FullForward, LanguageModel
-from tunesmith.runs.progress import Reporter
-from tunesmith.trainers import sft
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.runs.progress import Reporter
+from tunesmith.engine.models.language_model import FullForward, LanguageModel
+from tunesmith.learn.trainers import sft
 
 
 def gradients(state: Started, indices: list[int]) -> list[torch.Tensor]:

@@ -20,8 +20,8 @@ from recipes import (
     sft_recipe,
 )
 
-from tunesmith.core.trace import trace, watching
-from tunesmith.trainers.run import batch_of
+from tunesmith.base.core.trace import trace, watching
+from tunesmith.learn.trainers.run import batch_of
 
 UPDATE = {"update", "update/forward", "update/backward", "update/optimizer"}
 

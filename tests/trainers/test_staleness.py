@@ -12,14 +12,14 @@ import torch
 from jobs import forked, go_on, outcome, the_run
 from recipes import PROMPTS, Started, best_of_n_recipe, distill_recipe, grpo_recipe, ppo_recipe, training
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.core.errors import RunError
-from tunesmith.models.language_model import language_model
-from tunesmith.rollout.native_engine import NativeEngine
-from tunesmith.schema.records import Prompt
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.resume import resume
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.core.errors import RunError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.resume import resume
 
 MODEL = {"name": "tiny:llama", "dtype": "float32"}
 STEPS = 5

@@ -12,9 +12,9 @@ import torch
 from grpo_oracle import Recorder, double
 from recipes import PROMPTS, Started, groups_of, grpo_recipe, ppo_recipe, training
 
-from tunesmith.batch.rollout import Completion, Group
-from tunesmith.config.load import load_recipe
-from tunesmith.trainers.resume import Inputs, resume
+from tunesmith.base.config.load import load_recipe
+from tunesmith.engine.batch.rollout import Completion, Group
+from tunesmith.learn.trainers.resume import Inputs, resume
 
 
 def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from recipes import PROMPTS, ppo_recipe
 
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.restart import fingerprint_of_tensors
-from tunesmith.trainers.run import cost_of, task_of
-from tunesmith.trainers.work import Rows, RunWork, Work
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.restart import fingerprint_of_tensors
+from tunesmith.learn.trainers.run import cost_of, task_of
+from tunesmith.learn.trainers.work import Rows, RunWork, Work
 
 
 def test_steps_count_as_often_as_they_come_and_the_rest_once():

@@ -12,10 +12,10 @@ import pytest
 from jobs import outcome, the_run
 from recipes import PROMPTS, grpo_recipe
 
-from tunesmith.core.errors import ServerError
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.resume import resume
-from tunesmith.trainers.run import run
+from tunesmith.base.core.errors import ServerError
+from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.resume import resume
+from tunesmith.learn.trainers.run import run
 
 
 def few_low(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
@@ -41,7 +41,9 @@ class Faults:
 
     def _strike(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            launchers = [child for child in psutil.Process().children() if "tunesmith.rollout" in str(child.cmdline())]
+            launchers = [
+                child for child in psutil.Process().children() if "tunesmith.engine.rollout" in str(child.cmdline())
+            ]
             if workers := [worker for launcher in launchers for worker in launcher.children()]:
                 how = self._chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
                 self._chance.choice(workers).send_signal(how)

@@ -9,7 +9,7 @@ import pytest
 from jobs import forked, go_on, noisy, outcome, the_run
 from recipes import PROMPTS, best_of_n_recipe, distill_recipe, grpo_recipe, ppo_recipe, training
 
-from tunesmith.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
 
 MODEL = {"name": "tiny:llama", "dtype": "float32"}
 RUN = {"steps": 2, "num_threads": 1, "sample_every": 1}

@@ -10,16 +10,16 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from tunesmith.store.runs import RunReader
-from tunesmith.store.votes import VoteStore
-from tunesmith.web.allowed import Allowed
-from tunesmith.web.app import create_app
-from tunesmith.web.arena import Arena, Conversation, of_live_loop
-from tunesmith.web.jobs import Jobs
-from tunesmith.web.run_index import id_of
-from tunesmith.web.settings import Limits, ServerSettings
-from tunesmith.web.studio import Studio
-from tunesmith.web.wanted import Wanted
+from tunesmith.collect.store.runs import RunReader
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.collect.web.allowed import Allowed
+from tunesmith.collect.web.app import create_app
+from tunesmith.collect.web.arena import Arena, Conversation, of_live_loop
+from tunesmith.collect.web.jobs import Jobs
+from tunesmith.collect.web.run_index import id_of
+from tunesmith.collect.web.settings import Limits, ServerSettings
+from tunesmith.collect.web.studio import Studio
+from tunesmith.collect.web.wanted import Wanted
 
 URL = "http://127.0.0.1:8000"
 RUN = "20260101-120000-ppo-ab12"

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from tunesmith.store.records import PolicyVersion
-from tunesmith.store.runs import RunStore
-from tunesmith.web import drawing
+from tunesmith.collect.store.records import PolicyVersion
+from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.web import drawing
 
 WORKER = r"""
 import json, os, sys, time

@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from tunesmith.core import faults
-from tunesmith.runs.lock import is_locked
-from tunesmith.web import jobs
-from tunesmith.web.allowed import Allowed
-from tunesmith.web.wanted import Wanted
+from tunesmith.base.core import faults
+from tunesmith.base.runs.lock import is_locked
+from tunesmith.collect.web import jobs
+from tunesmith.collect.web.allowed import Allowed
+from tunesmith.collect.web.wanted import Wanted
 
 RUN = """
 import fcntl, json, os, pathlib, signal, sys

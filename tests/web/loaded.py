@@ -6,10 +6,8 @@ The process that others are forked from imports this, so that it is done once an
 import tempfile
 from pathlib import Path
 
-import tunesmith.trainers.resume
-import tunesmith.web.server  # noqa: F401
-from tunesmith.models.tiny import tiny_model
-from tunesmith.reports.html import write_run_report
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.observe.reports.html import write_run_report
 
 with tempfile.TemporaryDirectory() as folder:
     tiny_model("llama").model.save_pretrained(folder)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from server_parts import Server
-from tunesmith.store.records import CampaignSettings, NewItem
-from tunesmith.store.runs import RunStore
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.store.records import CampaignSettings, NewItem
+from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.store.votes import VoteStore
 
 Serve = Callable[..., Server]
 

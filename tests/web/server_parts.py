@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.store.records import Candidate, NewItem
-from tunesmith.web.access import API
+from tunesmith.apps.cli.main import main
+from tunesmith.collect.store.records import Candidate, NewItem
+from tunesmith.collect.web.access import API
 
 START_S = 60
 

@@ -15,9 +15,9 @@ import pytest
 from app_parts import app_in
 from arena_parts import TOO_LONG, make_loop
 from server_parts import Server
-from tunesmith.store.vote_watch import VoteWatch
-from tunesmith.web.access import API
-from tunesmith.workflows.live_raters import Raters, RaterTraits, Talk
+from tunesmith.apps.workflows.live_raters import Raters, RaterTraits, Talk
+from tunesmith.collect.store.vote_watch import VoteWatch
+from tunesmith.collect.web.access import API
 
 ARENA = f"{API}/arena"
 

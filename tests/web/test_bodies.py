@@ -3,7 +3,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.web.guard import is_deeper
+from tunesmith.collect.web.guard import is_deeper
 
 VALUES = st.recursive(
     st.none() | st.text(alphabet='[]{}"\\a\n') | st.integers(),

@@ -1,5 +1,5 @@
-from tunesmith.web import logins
-from tunesmith.web.logins import RateLimits
+from tunesmith.collect.web import logins
+from tunesmith.collect.web.logins import RateLimits
 
 
 class Clock:

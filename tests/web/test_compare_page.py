@@ -8,7 +8,7 @@ import pytest
 from app_parts import make_run
 from job_parts import kill_runs
 from page_parts import HOSTILE, faults_of, looks
-from tunesmith.runs.lock import RunLock
+from tunesmith.base.runs.lock import RunLock
 from watch_parts import label
 
 pytestmark = pytest.mark.browser

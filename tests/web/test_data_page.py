@@ -8,9 +8,9 @@ import pytest
 from app_parts import app_in
 from page_parts import faults_of
 from server_parts import pairs
-from tunesmith.data.pairs import load_preferences
-from tunesmith.store.records import CampaignSettings
-from tunesmith.web.access import API, MAX_FILE
+from tunesmith.collect.data.pairs import load_preferences
+from tunesmith.collect.store.records import CampaignSettings
+from tunesmith.collect.web.access import API, MAX_FILE
 
 ROW = {"prompt": "P", "chosen": "a", "rejected": "b", "rater": "ann"}
 

@@ -9,10 +9,10 @@ from fastapi.routing import iter_route_contexts
 from starlette.websockets import WebSocketDisconnect
 
 from app_parts import JOB_ID, RUN_ID, TALK_ID, URL, app_in
-from tunesmith.store.records import Candidate, NewItem
-from tunesmith.web import logins
-from tunesmith.web.access import API, RouteTable, Rule
-from tunesmith.web.settings import Limits
+from tunesmith.collect.store.records import Candidate, NewItem
+from tunesmith.collect.web import logins
+from tunesmith.collect.web.access import API, RouteTable, Rule
+from tunesmith.collect.web.settings import Limits
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 PUBLIC = {("GET", "/login"), ("GET", "/join/x"), ("POST", f"{API}/session"), ("POST", f"{API}/join")}

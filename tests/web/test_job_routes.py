@@ -7,7 +7,7 @@ import pytest
 
 from app_parts import JOB_ID, RUN, RUN_ID, app_in
 from page_parts import HOSTILE
-from tunesmith.web.access import API
+from tunesmith.collect.web.access import API
 
 GRPO = {"algorithm": "grpo", "recipe": "", "settings": [["model.name", "tiny:llama"]]}
 

@@ -9,11 +9,11 @@ import pytest
 
 from job_parts import WANTED, add_until_killed, kill_runs, lines, num_steps, open_jobs, wait_for
 from server_parts import context
-from tunesmith.core.errors import ConfigError, RunError, StoreError
-from tunesmith.web import jobs as jobs_module
-from tunesmith.web.access import API
-from tunesmith.web.jobs import Jobs
-from tunesmith.web.wanted import Wanted
+from tunesmith.base.core.errors import ConfigError, RunError, StoreError
+from tunesmith.collect.web import jobs as jobs_module
+from tunesmith.collect.web.access import API
+from tunesmith.collect.web.jobs import Jobs
+from tunesmith.collect.web.wanted import Wanted
 
 SMALL = {
     "model.name": "tiny:llama",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.web.markdown import MAX_CHARACTERS, html_of, safe_html
+from tunesmith.collect.web.markdown import MAX_CHARACTERS, html_of, safe_html
 
 HOSTILE = [
     "<img src=x onerror=alert(1)>",

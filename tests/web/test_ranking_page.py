@@ -3,8 +3,8 @@
 import pytest
 
 from page_parts import answers, faults_of, looks, press, wait_until_sent
-from tunesmith.store.records import Candidate, NewItem
-from tunesmith.store.votes import VoteStore
+from tunesmith.collect.store.records import Candidate, NewItem
+from tunesmith.collect.store.votes import VoteStore
 
 pytestmark = pytest.mark.browser
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from app_parts import make_run
-from tunesmith.runs.lock import RunLock
-from tunesmith.web import run_index
-from tunesmith.web.run_index import RunIndex
+from tunesmith.base.runs.lock import RunLock
+from tunesmith.collect.web import run_index
+from tunesmith.collect.web.run_index import RunIndex
 
 
 @pytest.fixture

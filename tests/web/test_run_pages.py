@@ -6,7 +6,7 @@ import pytest
 
 from app_parts import make_run
 from page_parts import HOSTILE, faults_of, looks
-from tunesmith.runs.lock import RunLock
+from tunesmith.base.runs.lock import RunLock
 from watch_parts import label
 
 pytestmark = pytest.mark.browser

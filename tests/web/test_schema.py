@@ -4,8 +4,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from app_parts import app_in
-from tunesmith.store.records import Candidate, NewItem
-from tunesmith.web.access import API
+from tunesmith.collect.store.records import Candidate, NewItem
+from tunesmith.collect.web.access import API
 
 schemathesis = pytest.importorskip("schemathesis")
 

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from server_parts import Client, pairs
-from tunesmith.cli.main import main
-from tunesmith.store.records import CampaignSettings, Candidate, GivenVote, NewOffer, PolicyVersion
-from tunesmith.store.runs import RunStore
-from tunesmith.store.votes import VoteStore
-from tunesmith.web.access import API
+from tunesmith.apps.cli.main import main
+from tunesmith.collect.store.records import CampaignSettings, Candidate, GivenVote, NewOffer, PolicyVersion
+from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.collect.web.access import API
 
 BEGUN = (
     b"POST /api/v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\nContent-Type: application/json\r\n\r\n{"

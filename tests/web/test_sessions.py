@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import StoreError
-from tunesmith.web import logins
-from tunesmith.web.logins import KEY_FILE, Ended, Sessions, new_link, read_key
+from tunesmith.base.core.errors import StoreError
+from tunesmith.collect.web import logins
+from tunesmith.collect.web.logins import KEY_FILE, Ended, Sessions, new_link, read_key
 
 
 @pytest.fixture(scope="module")

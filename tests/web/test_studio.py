@@ -5,8 +5,8 @@ import json
 import pytest
 
 from app_parts import RUN, RUN_ID, app_in
-from tunesmith.web.access import API
-from tunesmith.web.studio import MAX_SAMPLES, SampleLog
+from tunesmith.collect.web.access import API
+from tunesmith.collect.web.studio import MAX_SAMPLES, SampleLog
 
 ONE = f"{API}/runs/{RUN_ID}"
 

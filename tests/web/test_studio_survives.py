@@ -13,7 +13,7 @@ import pytest
 from job_parts import kill_runs, running, wait_for
 from server_parts import Client, pairs
 from test_votes_survive import effective_verdicts
-from tunesmith.web.access import API
+from tunesmith.collect.web.access import API
 
 NUM_KILLS = 50
 RUN = {

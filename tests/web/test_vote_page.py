@@ -4,10 +4,10 @@ import pytest
 
 from page_parts import HOSTILE, answers, faults_of, looks, number, press, wait_until_sent
 from server_parts import pairs
-from tunesmith.store.records import Candidate, NewItem, NewOffer
-from tunesmith.store.runs import RunStore
-from tunesmith.store.votes import VoteStore
-from tunesmith.web.access import API
+from tunesmith.collect.store.records import Candidate, NewItem, NewOffer
+from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.collect.web.access import API
 
 pytestmark = pytest.mark.browser
 

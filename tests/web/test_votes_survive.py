@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from server_parts import Answer, Client, Server, pairs
-from tunesmith.web.access import API
+from tunesmith.collect.web.access import API
 
 PATIENCE_S = 3000
 VERDICTS = ("left_much", "left", "tie", "right", "right_much", "both_bad")

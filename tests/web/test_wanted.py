@@ -5,15 +5,15 @@ import json
 import pytest
 
 from app_parts import make_run
-from tunesmith.cli.train import parse_train
-from tunesmith.cli.train import resolve as resolve_words
-from tunesmith.config.comparison import COMPARISON
-from tunesmith.config.keys import leaves
-from tunesmith.config.schema import RECIPES
-from tunesmith.core.errors import ConfigError, RunError
-from tunesmith.runs.folder import RunFolder
-from tunesmith.web.allowed import DATA, FIXED, REWARDS, Allowed, names_model
-from tunesmith.web.wanted import ALGORITHMS, Wanted, check, resolve, wanted_like
+from tunesmith.apps.cli.train import parse_train
+from tunesmith.apps.cli.train import resolve as resolve_words
+from tunesmith.base.config.comparison import COMPARISON
+from tunesmith.base.config.keys import leaves
+from tunesmith.base.config.schema import RECIPES
+from tunesmith.base.core.errors import ConfigError, RunError
+from tunesmith.base.runs.folder import RunFolder
+from tunesmith.collect.web.allowed import DATA, FIXED, REWARDS, Allowed, names_model
+from tunesmith.collect.web.wanted import ALGORITHMS, Wanted, check, resolve, wanted_like
 
 HARMLESS = {
     "description",

@@ -6,12 +6,12 @@ from contextlib import closing
 
 import pytest
 
-from tunesmith.store.records import CampaignSettings, Candidate, Heartbeat, NewItem, PolicyVersion
-from tunesmith.store.runs import RunReader, RunStore
-from tunesmith.store.vote_watch import VoteWatch
-from tunesmith.store.votes import VoteStore
-from tunesmith.web import watch_data
-from tunesmith.web.watch_data import MAX_LINES, SILENT_S, Cached, WatchData, kind_of, pictures
+from tunesmith.collect.store.records import CampaignSettings, Candidate, Heartbeat, NewItem, PolicyVersion
+from tunesmith.collect.store.runs import RunReader, RunStore
+from tunesmith.collect.store.vote_watch import VoteWatch
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.collect.web import watch_data
+from tunesmith.collect.web.watch_data import MAX_LINES, SILENT_S, Cached, WatchData, kind_of, pictures
 
 NOW = 1_800_000_000.0
 DEAD_PID = 2**22 + 1

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 
 from page_parts import faults_of, looks
-from tunesmith.store.records import Candidate, NewItem, PolicyVersion
-from tunesmith.store.runs import RunStore
-from tunesmith.store.vote_reader import VoteReader
+from tunesmith.collect.store.records import Candidate, NewItem, PolicyVersion
+from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.store.vote_reader import VoteReader
 from watch_parts import client_of, label, num_drawn
 
 pytestmark = pytest.mark.browser

@@ -10,11 +10,11 @@ from dataclasses import replace
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from tunesmith.store.records import PolicyVersion
-from tunesmith.store.runs import RunReader, RunStore
-from tunesmith.store.vote_watch import VoteWatch
-from tunesmith.web.watch import events
-from tunesmith.web.watch_data import WatchData
+from tunesmith.collect.store.records import PolicyVersion
+from tunesmith.collect.store.runs import RunReader, RunStore
+from tunesmith.collect.store.vote_watch import VoteWatch
+from tunesmith.collect.web.watch import events
+from tunesmith.collect.web.watch_data import WatchData
 
 
 class Events:

@@ -5,15 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.config.comparison import ComparisonOptions, comparison_options
-from tunesmith.core.errors import ConfigError, RunError
-from tunesmith.evaluation.statistics import mean_interval
-from tunesmith.rewards.builtin import SimulatedRater
-from tunesmith.runs.folder import read_jsonl
-from tunesmith.trainers.api import Wishes
-from tunesmith.workflows import algorithms
-from tunesmith.workflows.algorithms import (
+from tunesmith.apps.cli.main import main
+from tunesmith.apps.workflows import algorithms
+from tunesmith.apps.workflows.algorithms import (
     Curve,
     Point,
     comparison_facts,
@@ -22,6 +16,12 @@ from tunesmith.workflows.algorithms import (
     run_comparison,
     score_at,
 )
+from tunesmith.base.config.comparison import ComparisonOptions, comparison_options
+from tunesmith.base.core.errors import ConfigError, RunError
+from tunesmith.base.runs.folder import read_jsonl
+from tunesmith.collect.statistics.intervals import mean_interval
+from tunesmith.learn.rewards.builtin import SimulatedRater
+from tunesmith.learn.trainers.api import Wishes
 
 OPTIONS = ComparisonOptions(model="tiny:llama", seeds=1, steps=2, quick=True)
 

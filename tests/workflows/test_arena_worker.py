@@ -8,8 +8,8 @@ from collections import OrderedDict
 import psutil
 import pytest
 
-from tunesmith.models.tiny import tiny_model
-from tunesmith.workflows.arena_worker import MAX_MODELS, Worker, main
+from tunesmith.apps.workflows.arena_worker import MAX_MODELS, Worker, main
+from tunesmith.engine.models.tiny import tiny_model
 
 TINY = {"name": "tiny:llama", "dtype": "float32"}
 CONVERSATIONS = (("The film was",), ("A story", " begins", "It ends"))

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import InputError, ModelError
-from tunesmith.data.pairs import load_preferences
-from tunesmith.evaluation.compare import recompute
-from tunesmith.models import assets
-from tunesmith.runs.folder import read_jsonl
-from tunesmith.workflows.demo import DemoOptions, command, prepare, run_demo
-from tunesmith.workflows.evaluation import Outcome
-from tunesmith.workflows.voting import NUM_ASKED
+from tunesmith.apps.workflows.demo import DemoOptions, command, prepare, run_demo
+from tunesmith.apps.workflows.evaluation import Outcome
+from tunesmith.apps.workflows.voting import NUM_ASKED
+from tunesmith.base.core.errors import InputError, ModelError
+from tunesmith.base.runs.folder import read_jsonl
+from tunesmith.collect.data.pairs import load_preferences
+from tunesmith.engine.models import assets
+from tunesmith.learn.evaluation.compare import recompute
 
 KEYS = (
     *("num_improved", "num_prompts", "mean_before", "mean_after", "median_before", "median_after", "p_value"),

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.cli.main import main
-from tunesmith.config.sections import RewardSource
-from tunesmith.core.errors import InputError
-from tunesmith.data.pairs import write_pairs
-from tunesmith.evaluation.compare import Side, compare, recompute, summed_logps
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import language_model
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rewards.scorer import Scorer
-from tunesmith.rollout.engine import Engine
-from tunesmith.rollout.transformers_backend import TransformersEngine
-from tunesmith.schema.records import Pair, Prompt
-from tunesmith.workflows.evaluation import evaluate_reward, run_comparison, run_recipe
+from tunesmith.apps.cli.main import main
+from tunesmith.apps.workflows.evaluation import evaluate_reward, run_comparison, run_recipe
+from tunesmith.base.config.sections import RewardSource
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.schema.records import Pair, Prompt
+from tunesmith.collect.data.pairs import write_pairs
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.engine import Engine
+from tunesmith.engine.rollout.transformers_backend import TransformersEngine
+from tunesmith.learn.evaluation.compare import Side, compare, recompute, summed_logps
+from tunesmith.learn.rewards.scorer import Scorer
 
 
 def _prompts(tmp_path: Path) -> str:

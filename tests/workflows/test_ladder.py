@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.config.levels import LEVELS, TECHNIQUES
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.workflows.ladder import Contender, LadderOptions, Measured, check_same_work, gates_of, recipe
-from tunesmith.workflows.ladder_side import Learnt, Side, Taken, Worker
+from tunesmith.apps.cli.main import main
+from tunesmith.apps.workflows.ladder import Contender, LadderOptions, Measured, check_same_work, gates_of, recipe
+from tunesmith.apps.workflows.ladder_side import Learnt, Side, Taken, Worker
+from tunesmith.base.config.levels import LEVELS, TECHNIQUES
+from tunesmith.base.core.errors import InputError, TrainingError
 
 OPTIONS = LadderOptions("tiny:llama", rounds=1, quick=True)
 
@@ -49,7 +49,7 @@ def test_every_gate_is_passed(facts: dict[str, Any]) -> None:
 
 
 def test_the_page_shows_levels_techniques_and_gates(facts: dict[str, Any], tmp_path: Path) -> None:
-    from tunesmith.reports.html import write_ladder_report
+    from tunesmith.observe.reports.html import write_ladder_report
 
     page = write_ladder_report(tmp_path / "ladder.html", facts).read_text()
     for text in (*LEVELS, "without fused kernels", "grpo optimal: gradient, relative", "tiny:llama"):
@@ -93,7 +93,7 @@ def test_steps_of_different_work_are_not_compared() -> None:
 
 def test_a_wrong_gradient_is_seen(tmp_path: Path) -> None:
     """The same lesson with other weights in between has another gradient."""
-    from tunesmith.workflows.ladder_side import Lesson
+    from tunesmith.apps.workflows.ladder_side import Lesson
 
     side, cfg = Side(["One", "Two"]), recipe("grpo", Contender("optimal"), OPTIONS)
     side.build(cfg)

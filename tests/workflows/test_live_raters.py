@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import InputError, TunesmithError
-from tunesmith.rewards.builtin import SimulatedRater
-from tunesmith.workflows.live_raters import RaterClient, Raters, RaterTraits, prompt_of, verdict_of
+from tunesmith.apps.workflows.live_raters import RaterClient, Raters, RaterTraits, prompt_of, verdict_of
+from tunesmith.base.core.errors import InputError, TunesmithError
+from tunesmith.learn.rewards.builtin import SimulatedRater
 
 GOOD, BAD, PLAIN = " wonderful and great", " awful and terrible", " here"
 JUDGE = SimulatedRater()

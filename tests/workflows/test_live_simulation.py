@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.live import seconds
-from tunesmith.core.errors import InputError, RunError
-from tunesmith.store.runs import RunReader
-from tunesmith.store.vote_reader import VoteReader
-from tunesmith.workflows.live_raters import Raters, RaterTraits
-from tunesmith.workflows.live_simulation import (
+from tunesmith.apps.cli.live import seconds
+from tunesmith.apps.workflows.live_raters import Raters, RaterTraits
+from tunesmith.apps.workflows.live_simulation import (
     Child,
     SimulationOptions,
     add_raters,
@@ -26,6 +23,9 @@ from tunesmith.workflows.live_simulation import (
     server,
     wait_until,
 )
+from tunesmith.base.core.errors import InputError, RunError
+from tunesmith.collect.store.runs import RunReader
+from tunesmith.collect.store.vote_reader import VoteReader
 
 TINY = [
     "--model", "tiny:llama", "--model.dtype", "float32", "--run.num-threads", "1",

@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.cli.main import main
-from tunesmith.config.load import load_recipe
-from tunesmith.core.errors import DataError
-from tunesmith.data.reviews import Review
-from tunesmith.evaluation.compare import recompute
-from tunesmith.workflows.sentiment import PIECES_PER_REVIEW, SentimentOptions, fit_judge, labelled_pairs, split_reviews
+from tunesmith.apps.cli.main import main
+from tunesmith.apps.workflows.sentiment import (
+    PIECES_PER_REVIEW,
+    SentimentOptions,
+    fit_judge,
+    labelled_pairs,
+    split_reviews,
+)
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.core.errors import DataError
+from tunesmith.collect.data.reviews import Review
+from tunesmith.learn.evaluation.compare import recompute
 
 
 def reviews(count: int) -> list[Review]:

@@ -4,11 +4,11 @@ import io
 
 import pytest
 
-from tunesmith.batch.rollout import Completion, Group
-from tunesmith.core.errors import InputError
-from tunesmith.rewards.builtin import SimulatedRater
-from tunesmith.schema.records import Prompt
-from tunesmith.workflows.voting import MIN_VOTES, ask_votes, votes_on
+from tunesmith.apps.workflows.voting import MIN_VOTES, ask_votes, votes_on
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Completion, Group
+from tunesmith.learn.rewards.builtin import SimulatedRater
 
 TEXTS = (" great and lovely", " awful", " a table", " good")
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from tunesmith.config.recipe import Recipe
-from tunesmith.core.errors import InputError
-from tunesmith.trainers.api import Learner, Listener, Wishes
+from tunesmith.base.config.recipe import Recipe
+from tunesmith.base.core.errors import InputError
+from tunesmith.learn.trainers.api import Learner, Listener, Wishes
 
 
 class _NoFlow(DefaultFlowCallback):

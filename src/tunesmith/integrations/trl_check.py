@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunesmith.config.yaml_text import is_mapping, parse, read
-from tunesmith.core.errors import InputError
+from tunesmith.base.config.yaml_text import is_mapping, parse, read
+from tunesmith.base.core.errors import InputError
 from tunesmith.integrations.trl_support import MOVED, OVERRIDES, REMOVED, RUN_TIME, TRAINERS, reasons
 
 _OURS = "tunesmith.integrations.trl"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tunesmith.models.tiny import tiny_model
+from tunesmith.engine.models.tiny import tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tunesmith.models.tiny import byte_tokenizer, tiny_model
+from tunesmith.engine.models.tiny import byte_tokenizer, tiny_model
 
 WORDS = ("the", "film", "was", "a", "joy", "from", "start", "and", "nobody", "in", "it", "is", "dull", "or", "long")
 

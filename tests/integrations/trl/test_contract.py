@@ -7,7 +7,7 @@ import pytest
 
 trl = pytest.importorskip("trl")
 
-from tunesmith.core.errors import MissingDependencyError  # noqa: E402
+from tunesmith.base.core.errors import MissingDependencyError  # noqa: E402
 from tunesmith.integrations import trl as ours  # noqa: E402
 from tunesmith.integrations.trl import apply, contract  # noqa: E402
 

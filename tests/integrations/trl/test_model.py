@@ -12,6 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from transformers.integrations.neftune import activate_neftune
 from trl.trainer.utils import add_fused_lm_head
 
+from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.integrations.trl.model import (
     LabelledTokens,
     LiveModels,
@@ -21,7 +22,6 @@ from tunesmith.integrations.trl.model import (
     labelled_tokens,
     unwrapped,
 )
-from tunesmith.models.tiny import tiny_model
 
 FIELDS = ("log_probs", "entropy", "mean_logits", "is_top1")
 

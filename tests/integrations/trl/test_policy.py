@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
-from tunesmith.core.errors import InputError  # noqa: E402
+from tunesmith.base.core.errors import InputError  # noqa: E402
+from tunesmith.engine.kernels.linear.api import cpu_has_bfloat16  # noqa: E402
+from tunesmith.engine.models.tiny import EOS_ID, byte_tokenizer  # noqa: E402
 from tunesmith.integrations.trl import GRPOTrainer, Options, RLOOTrainer, accelerate  # noqa: E402
 from tunesmith.integrations.trl.policy import by_prompt, without_zero_advantages  # noqa: E402
-from tunesmith.kernels.linear.api import cpu_has_bfloat16  # noqa: E402
-from tunesmith.models.tiny import EOS_ID, byte_tokenizer  # noqa: E402
 
 Build = Callable[..., tuple[Any, Any]]
 MEANS = ("kl", "entropy", "clip_ratio")

@@ -20,11 +20,11 @@ from transformers import (
 from trl import ModelConfig, ScriptArguments
 from trl.experimental.utils import get_reward
 
-from tunesmith.core.errors import InputError, ModelError
+from tunesmith.base.core.errors import InputError, ModelError
+from tunesmith.engine.models.tiny import EOS_ID, VOCABULARY_SIZE, tiny_model
 from tunesmith.integrations.trl.ppo import PPOTrainer
 from tunesmith.integrations.trl.ppo_config import PPOConfig
-from tunesmith.models.tiny import EOS_ID, VOCABULARY_SIZE, tiny_model
-from tunesmith.trainers.ppo import PPO
+from tunesmith.learn.trainers.ppo import PPO
 
 TEXTS = ["The film was", "A story of", "Once more with", "They said", "It is", "We saw the", "Nobody", "Both of them"]
 

@@ -14,8 +14,8 @@ from test_sft import completions
 from transformers import AttentionInterface, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.masking_utils import AttentionMaskInterface
 
+from tunesmith.engine.models.attention_interface import ATTENTION_NAME, register_attention
 from tunesmith.integrations.trl import SFTTrainer
-from tunesmith.models.attention_interface import ATTENTION_NAME, register_attention
 
 IMAGE, START = 250, 252
 

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drawn import normal
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.adamw import torch_impl
-from tunesmith.kernels.adamw.api import adamw, add_gradient, sums_of_squares
-from tunesmith.kernels.adamw.torch_impl import (
+from tunesmith.base.core.errors import InputError, NativeUnavailableError
+from tunesmith.engine.kernels.adamw import torch_impl
+from tunesmith.engine.kernels.adamw.api import adamw, add_gradient, sums_of_squares
+from tunesmith.engine.kernels.adamw.torch_impl import (
     CODED,
     AdamWSettings,
     CodedMoments,
@@ -21,7 +21,7 @@ from tunesmith.kernels.adamw.torch_impl import (
     ParameterUpdate,
     zero_moments,
 )
-from tunesmith.kernels.native import Kernels
+from tunesmith.engine.kernels.native import Kernels
 
 SETTINGS = AdamWSettings(0.9, 0.95, 1e-8)
 SIZES = [1, 15, 16, 17, 255, 256, 1000, 40_003]

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import NativeUnavailableError
-from tunesmith.kernels.advance.api import advance
-from tunesmith.kernels.advance.torch_impl import POSITION, DrawnTokens, SlotState
-from tunesmith.kernels.native import Choice, Kernels
+from tunesmith.base.core.errors import NativeUnavailableError
+from tunesmith.engine.kernels.advance.api import advance
+from tunesmith.engine.kernels.advance.torch_impl import POSITION, DrawnTokens, SlotState
+from tunesmith.engine.kernels.native import Choice, Kernels
 
 VOCABULARY, MAX_STEPS, NUM_SEEN = 11, 4, 6
 has_triton = importlib.util.find_spec("triton") is not None

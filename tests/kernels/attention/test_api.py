@@ -6,11 +6,11 @@ from itertools import accumulate
 import pytest
 import torch
 
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.attention import torch_impl
-from tunesmith.kernels.attention.api import attend, attend_packed
-from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Packing, Places, Rope, Segments
-from tunesmith.kernels.native import Kernels
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.attention import torch_impl
+from tunesmith.engine.kernels.attention.api import attend, attend_packed
+from tunesmith.engine.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Packing, Places, Rope, Segments
+from tunesmith.engine.kernels.native import Kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMS = [{}, {"window": 20}, {"softcap": 5.0}, {"window": 20, "has_sinks": True}]

@@ -6,11 +6,11 @@ Shape legend: T packed tokens, C tokens with a copy of the shared ones for each 
 import pytest
 import torch
 
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.attention import torch_impl
-from tunesmith.kernels.attention.api import attend_packed
-from tunesmith.kernels.attention.records import AttentionSettings, Packing, Rope, Segments, copied_places
-from tunesmith.kernels.native import Kernels
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.attention import torch_impl
+from tunesmith.engine.kernels.attention.api import attend_packed
+from tunesmith.engine.kernels.attention.records import AttentionSettings, Packing, Rope, Segments, copied_places
+from tunesmith.engine.kernels.native import Kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMS = [{}, {"window": 20}, {"softcap": 5.0}]

@@ -6,7 +6,7 @@ Shapes: B sequences, T completion tokens.
 import torch
 from torch import Tensor
 
-from tunesmith.kernels.gae.torch_impl import Advantages
+from tunesmith.engine.kernels.gae.torch_impl import Advantages
 
 
 def gae_loop(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from drawn import normal
-from tunesmith.kernels.rms_norm.torch_impl import Normed
+from tunesmith.engine.kernels.rms_norm.torch_impl import Normed
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from hypothesis import strategies as st
 
-from tunesmith.algorithms.policy_loss import policy_loss
-from tunesmith.kernels.masking import Denominator
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss.api import fused_policy_loss
-from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
+from tunesmith.engine.kernels.masking import Denominator
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.policy_loss.api import fused_policy_loss
+from tunesmith.engine.kernels.policy_loss.records import PolicyTerms, PolicyTokens
+from tunesmith.learn.algorithms.policy_loss import policy_loss
 
 _SHARED = {
     "clip_low": st.sampled_from([0.1, 0.2, 0.5]),

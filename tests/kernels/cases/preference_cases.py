@@ -6,10 +6,10 @@ Shapes: B pairs, N numbers of an output.
 import torch
 
 from drawn import normal
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference import torch_impl
-from tunesmith.kernels.preference.api import select_and_update, update_in_place
-from tunesmith.kernels.preference.torch_impl import PreferenceBatch, Selected
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.preference import torch_impl
+from tunesmith.engine.kernels.preference.api import select_and_update, update_in_place
+from tunesmith.engine.kernels.preference.torch_impl import PreferenceBatch, Selected
 
 
 def batch_of(

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from drawn import normal
-from tunesmith.core.errors import TrainingError
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import torch_impl
-from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, SampleSettings, Seen
+from tunesmith.base.core.errors import TrainingError
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.sample import torch_impl
+from tunesmith.engine.kernels.sample.api import sample
+from tunesmith.engine.kernels.sample.torch_impl import LogitBias, NoiseKeys, SampleSettings, Seen
 
 OPTIONS = {
     "plain": {},

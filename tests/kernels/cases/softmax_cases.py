@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 
 from drawn import normal
-from tunesmith.kernels.masked_softmax import torch_impl
-from tunesmith.kernels.masked_softmax.api import masked_softmax
-from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
-from tunesmith.kernels.native import Kernels
+from tunesmith.engine.kernels.masked_softmax import torch_impl
+from tunesmith.engine.kernels.masked_softmax.api import masked_softmax
+from tunesmith.engine.kernels.masked_softmax.torch_impl import KeyMask
+from tunesmith.engine.kernels.native import Kernels
 
 SHAPE = (2, 3, 7, 19)
 MASKS = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tunesmith.kernels.digest.api import digests
-from tunesmith.kernels.native import Kernels
+from tunesmith.engine.kernels.digest.api import digests
+from tunesmith.engine.kernels.native import Kernels
 
 TORCH = Kernels("torch")
 BLOCK = 8192  # bytes

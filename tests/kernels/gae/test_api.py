@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gae_cases import gae_loop
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.gae import torch_impl
-from tunesmith.kernels.gae.api import gae
-from tunesmith.kernels.native import Kernels
+from tunesmith.base.core.errors import InputError, NativeUnavailableError
+from tunesmith.engine.kernels.gae import torch_impl
+from tunesmith.engine.kernels.gae.api import gae
+from tunesmith.engine.kernels.native import Kernels
 
 SHAPES = [(1, 1), (1, 9), (3, 1), (4, 16), (5, 33), (9, 100), (64, 512)]
 CORNERS = [(0.0, 0.0), (1.0, 1.0), (1.0, 0.0), (0.99, 0.95)]

@@ -12,10 +12,10 @@ from transformers.activations import ACT2FN
 
 import gated_cases
 from gated_cases import normal, with_gradients
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.gated import torch_impl
-from tunesmith.kernels.gated.api import Activation, activate, gated, softcap
-from tunesmith.kernels.native import Kernels
+from tunesmith.base.core.errors import InputError, NativeUnavailableError
+from tunesmith.engine.kernels.gated import torch_impl
+from tunesmith.engine.kernels.gated.api import Activation, activate, gated, softcap
+from tunesmith.engine.kernels.native import Kernels
 
 ACTIVATIONS = get_args(Activation)
 DTYPES = [torch.float32, torch.bfloat16]

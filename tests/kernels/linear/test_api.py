@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import drawn
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.linear import exact
-from tunesmith.kernels.linear.api import PackedWeight, block_like_torch, linear, pack
-from tunesmith.kernels.native import Kernels
+from tunesmith.base.core.errors import InputError, NativeUnavailableError
+from tunesmith.engine.kernels.linear import exact
+from tunesmith.engine.kernels.linear.api import PackedWeight, block_like_torch, linear, pack
+from tunesmith.engine.kernels.native import Kernels
 
 SHAPES = [(48, 64), (960, 576), (100, 1030), (576, 1536), (17, 2), (33, 64)]
 FAST = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

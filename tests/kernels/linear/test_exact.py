@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import drawn
-from tunesmith.kernels.linear.exact import is_by_onednn, is_by_tiles, linear, product, rows_are_independent
+from tunesmith.engine.kernels.linear.exact import is_by_onednn, is_by_tiles, linear, product, rows_are_independent
 
 by_onednn = pytest.mark.skipif(
     not is_by_onednn(torch.ones(2, 2), torch.ones(2, 2)), reason="torch has no oneDNN on this processor"

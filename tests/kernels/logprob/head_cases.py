@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import linear
 
 from drawn import normal
-from tunesmith.kernels.logprob import torch_impl
-from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
-from tunesmith.kernels.native import Kernels
+from tunesmith.engine.kernels.logprob import torch_impl
+from tunesmith.engine.kernels.logprob.head import OutputLayer, head_logp_entropy
+from tunesmith.engine.kernels.native import Kernels
 
 ROWS, HIDDEN, TOKENS = 45, 32, 700
 ROW_BYTES = {torch.float32: 4 * TOKENS, torch.bfloat16: 2 * TOKENS, torch.float64: 8 * TOKENS}

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from logprob_cases import ids_of, normal
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.logprob import torch_impl
-from tunesmith.kernels.logprob.api import chosen_logp_entropy
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.torch_impl import NoiseKeys, SampleSettings
+from tunesmith.base.core.errors import InputError, NativeUnavailableError
+from tunesmith.engine.kernels.logprob import torch_impl
+from tunesmith.engine.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.sample.api import sample
+from tunesmith.engine.kernels.sample.torch_impl import NoiseKeys, SampleSettings
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 15, 17, 127, 128, 129, 1000]

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.gated.api import softcap
-from tunesmith.kernels.logprob.api import chosen_logp_entropy
-from tunesmith.kernels.logprob.head import LogitsBuffer, OutputLayer, blocks, head_logp_entropy, head_scores
-from tunesmith.kernels.native import Kernels
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.gated.api import softcap
+from tunesmith.engine.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.engine.kernels.logprob.head import LogitsBuffer, OutputLayer, blocks, head_logp_entropy, head_scores
+from tunesmith.engine.kernels.native import Kernels
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused(native: Kernels) -> None:
 def test_the_most_likely_tokens_are_marked_in_each_block(native: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(torch.float32)
     layer = OutputLayer(case.weight_VH)
-    monkeypatch.setattr("tunesmith.kernels.logprob.head.CPU_CHUNK_BYTES", 12 * ROW_BYTES[torch.float32])
+    monkeypatch.setattr("tunesmith.engine.kernels.logprob.head.CPU_CHUNK_BYTES", 12 * ROW_BYTES[torch.float32])
     case.ids_N[::2] = linear(case.hidden_NH, case.weight_VH).argmax(1)[::2]
     expected = linear(case.hidden_NH, case.weight_VH).argmax(1) == case.ids_N
     found = head_scores(case.hidden_NH, layer, case.ids_N, kernels=native)

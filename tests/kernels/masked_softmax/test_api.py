@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from drawn import normal
 from softmax_cases import MASKS, SHAPE, check_extreme_scores, check_mask, check_shape
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.masked_softmax import api, torch_impl
-from tunesmith.kernels.masked_softmax.api import masked_softmax
-from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
-from tunesmith.kernels.native import Kernels, shared
+from tunesmith.base.core.errors import InputError, NativeUnavailableError
+from tunesmith.engine.kernels.masked_softmax import api, torch_impl
+from tunesmith.engine.kernels.masked_softmax.api import masked_softmax
+from tunesmith.engine.kernels.masked_softmax.torch_impl import KeyMask
+from tunesmith.engine.kernels.native import Kernels, shared
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 

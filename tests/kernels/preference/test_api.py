@@ -16,11 +16,11 @@ from preference_cases import (
     exact,
     run,
 )
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.native import Kernels, shared
-from tunesmith.kernels.preference import api
-from tunesmith.kernels.preference.api import update_in_place
-from tunesmith.kernels.preference.torch_impl import PreferenceBatch
+from tunesmith.base.core.errors import InputError, NativeUnavailableError
+from tunesmith.engine.kernels.native import Kernels, shared
+from tunesmith.engine.kernels.preference import api
+from tunesmith.engine.kernels.preference.api import update_in_place
+from tunesmith.engine.kernels.preference.torch_impl import PreferenceBatch
 
 SHAPES = [(1, 1), (3, 16), (7, 17), (257, 33), (600, 512), (2, 2049), (5, 4100), (37, 3072)]
 DTYPES = [torch.float32, torch.bfloat16]

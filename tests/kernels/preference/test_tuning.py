@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference.api import iterative_tuning, process_user_preference
-from tunesmith.kernels.preference.torch_impl import PreferenceBatch
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.preference.api import iterative_tuning, process_user_preference
+from tunesmith.engine.kernels.preference.torch_impl import PreferenceBatch
 
 TORCH = Kernels("torch")
 

@@ -10,10 +10,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from drawn import normal
 from norm_cases import Case
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.rms_norm import torch_impl
-from tunesmith.kernels.rms_norm.api import add_rms_norm
+from tunesmith.base.core.errors import InputError, NativeUnavailableError
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.rms_norm import torch_impl
+from tunesmith.engine.kernels.rms_norm.api import add_rms_norm
 
 WIDTHS = [1, 15, 16, 17, 64, 576, 1000]
 

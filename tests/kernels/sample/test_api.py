@@ -19,11 +19,11 @@ from sample_cases import (
     logits_of,
     rows_of,
 )
-from tunesmith.core.errors import InputError, NativeUnavailableError, TrainingError
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import torch_impl
-from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
+from tunesmith.base.core.errors import InputError, NativeUnavailableError, TrainingError
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.sample import torch_impl
+from tunesmith.engine.kernels.sample.api import sample
+from tunesmith.engine.kernels.sample.torch_impl import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
 
 NUM_DRAWS = 200_000
 

@@ -14,8 +14,8 @@ from transformers.generation.logits_process import (
 )
 
 from sample_cases import keys_of
-from tunesmith.core.errors import InputError
-from tunesmith.kernels.sample.torch_impl import (
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.kernels.sample.torch_impl import (
     LogitBias,
     NoiseKeys,
     SampleSettings,

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch's builds for CUDA")
 
-from tunesmith.kernels.native import Kernels
+from tunesmith.engine.kernels.native import Kernels
 
 
 @pytest.fixture(scope="module", autouse=True)

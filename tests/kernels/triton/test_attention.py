@@ -9,12 +9,12 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.core.errors import InputError, TritonUnavailableError
-from tunesmith.kernels.attention import torch_impl
-from tunesmith.kernels.attention.api import attend, attend_packed
-from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
-from tunesmith.kernels.attention.triton_impl import SPLIT_TOKENS, launch
-from tunesmith.kernels.native import Kernels
+from tunesmith.base.core.errors import InputError, TritonUnavailableError
+from tunesmith.engine.kernels.attention import torch_impl
+from tunesmith.engine.kernels.attention.api import attend, attend_packed
+from tunesmith.engine.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
+from tunesmith.engine.kernels.attention.triton_impl import SPLIT_TOKENS, launch
+from tunesmith.engine.kernels.native import Kernels
 
 # Turned queries and keys are rounded once, as outputs are; the interpreter cuts bfloat16 where a GPU rounds.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2**-5}
@@ -94,7 +94,7 @@ class Batch:
         return attend(*given, prefixes=self.prefixes, kernels=kernels)
 
     def run_in_splits(self, split_tokens: int, uses_dot: bool | None = None) -> torch.Tensor:
-        from tunesmith.kernels.attention import triton_impl
+        from tunesmith.engine.kernels.attention import triton_impl
 
         width, dtype = self.places.block_tables_RN.shape[1], self.cache_2NW.dtype
         dot = triton_impl.uses_dot(self.cache_2NW) if uses_dot is None else uses_dot
@@ -201,7 +201,7 @@ def test_a_prompt_gives_the_same_bits_at_once_in_parts_and_token_by_token(form: 
 
 
 def test_many_tokens_are_taken_in_several_passes(monkeypatch):
-    from tunesmith.kernels.attention import triton_impl
+    from tunesmith.engine.kernels.attention import triton_impl
 
     batch = Batch.of(layer(2, 1, 16), torch.float32, 8, [1 + 3 * (token % 30) for token in range(20)])
     whole_TX = batch.run_in_splits(32)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gae_cases import gae_loop
-from tunesmith.kernels.gae import triton_impl
-from tunesmith.kernels.gae.api import gae
-from tunesmith.kernels.native import Kernels
+from tunesmith.engine.kernels.gae import triton_impl
+from tunesmith.engine.kernels.gae.api import gae
+from tunesmith.engine.kernels.native import Kernels
 
 
 def case(num_rows: int, num_columns: int, share: float, seed: int) -> tuple[torch.Tensor, ...]:

@@ -13,10 +13,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 import gated_cases
 from gated_cases import normal, with_gradients
-from tunesmith.core.errors import TritonUnavailableError
-from tunesmith.kernels.gated import torch_impl, triton_impl
-from tunesmith.kernels.gated.api import activate, gated, softcap
-from tunesmith.kernels.native import Kernels
+from tunesmith.base.core.errors import TritonUnavailableError
+from tunesmith.engine.kernels.gated import torch_impl, triton_impl
+from tunesmith.engine.kernels.gated.api import activate, gated, softcap
+from tunesmith.engine.kernels.native import Kernels
 
 ACTIVATIONS = get_args(torch_impl.Activation)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

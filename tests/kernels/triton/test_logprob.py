@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 
 from logprob_cases import ids_of, normal
-from tunesmith.core.errors import InputError, TritonUnavailableError
-from tunesmith.kernels.launching import LaunchPlan
-from tunesmith.kernels.logprob import api, torch_impl, triton_impl
-from tunesmith.kernels.logprob.api import ScoreGradient, chosen_logp_entropy, logits_gradient, score
-from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.triton_softmax import launch
+from tunesmith.base.core.errors import InputError, TritonUnavailableError
+from tunesmith.engine.kernels.launching import LaunchPlan
+from tunesmith.engine.kernels.logprob import api, torch_impl, triton_impl
+from tunesmith.engine.kernels.logprob.api import ScoreGradient, chosen_logp_entropy, logits_gradient, score
+from tunesmith.engine.kernels.logprob.head import OutputLayer, head_logp_entropy
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.triton_softmax import launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}

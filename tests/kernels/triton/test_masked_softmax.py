@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from drawn import normal
 from softmax_cases import MASKS, check_extreme_scores, check_mask, check_shape, with_gradient
-from tunesmith.kernels.masked_softmax import torch_impl
-from tunesmith.kernels.masked_softmax.api import NO_WINDOW, masked_softmax
-from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
-from tunesmith.kernels.native import Kernels
+from tunesmith.engine.kernels.masked_softmax import torch_impl
+from tunesmith.engine.kernels.masked_softmax.api import NO_WINDOW, masked_softmax
+from tunesmith.engine.kernels.masked_softmax.torch_impl import KeyMask
+from tunesmith.engine.kernels.native import Kernels
 
 # The interpreter cuts bfloat16 where a GPU rounds: a unit in the last place.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -37,7 +37,7 @@ def test_any_shape(sizes: tuple[int, int, int, int], causal: bool, window: int |
 
 @pytest.mark.parametrize("mask", [KeyMask(causal=False), KeyMask(), KeyMask(window=70), MASKS["none"]])
 def test_rows_longer_than_a_block_give_the_same(mask: KeyMask, interpreted: Kernels):
-    from tunesmith.kernels.masked_softmax import triton_impl
+    from tunesmith.engine.kernels.masked_softmax import triton_impl
 
     scores_BHQK, d_out = 3 * normal(2, 1, 3, 200), normal(2, 1, 3, 200, seed=1)
     mask = KeyMask(mask.causal, mask.window, keys_B2=torch.tensor([[150, 200], [0, 30]]))
@@ -52,7 +52,7 @@ def test_rows_longer_than_a_block_give_the_same(mask: KeyMask, interpreted: Kern
 
 
 def test_a_mask_of_booleans_holds_in_rows_longer_than_a_block_too(interpreted: Kernels):
-    from tunesmith.kernels.masked_softmax import triton_impl
+    from tunesmith.engine.kernels.masked_softmax import triton_impl
 
     allowed_BQK = torch.rand(2, 1, 200, generator=torch.Generator().manual_seed(3)) > 0.7
     allowed_BQK[1] = False
@@ -80,7 +80,7 @@ def test_scores_that_are_not_finite_are_told_by_their_row_alone(bad: float, inte
 @pytest.mark.parametrize("num_keys", [1, 17, 1000, 4096, 8192, 8193, 1_000_000])
 @pytest.mark.parametrize("num_rows", [1, 100, 1 << 20])
 def test_a_plan_covers_every_row_and_fits_the_registers(num_rows: int, num_keys: int):
-    from tunesmith.kernels.masked_softmax.triton_impl import launch
+    from tunesmith.engine.kernels.masked_softmax.triton_impl import launch
 
     plan = launch(num_rows, num_keys)
     assert plan.grid[0] * plan.block_rows >= num_rows > (plan.grid[0] - 1) * plan.block_rows

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy_cases import NOISE, TERMS, Case, check
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss import triton_impl
-from tunesmith.kernels.policy_loss.api import fused_policy_loss
-from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.policy_loss import triton_impl
+from tunesmith.engine.kernels.policy_loss.api import fused_policy_loss
+from tunesmith.engine.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 
 WHOLE = PolicyTerms(kl_coef=0.1, dual_clip=3.0)
 

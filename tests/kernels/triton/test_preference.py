@@ -16,9 +16,9 @@ from preference_cases import (
     exact,
     run,
 )
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference.api import update_in_place
-from tunesmith.kernels.preference.torch_impl import PreferenceBatch
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.preference.api import update_in_place
+from tunesmith.engine.kernels.preference.torch_impl import PreferenceBatch
 
 SHAPES = [(1, 1), (3, 16), (70, 17), (257, 33), (40, 600)]
 
@@ -68,7 +68,7 @@ def test_gradients_and_updates_in_place_go_through_the_same_kernels(interpreted:
 
 
 def test_more_sums_than_one_block_are_all_added(interpreted: Kernels):
-    from tunesmith.kernels.preference import triton_impl
+    from tunesmith.engine.kernels.preference import triton_impl
 
     batch, weights_N = batch_of(100, 10), normal(10)
     out = (torch.empty(100, 10), torch.empty(10))
@@ -83,7 +83,7 @@ def test_weights_that_lie_apart_are_updated_in_place(interpreted: Kernels):
 @pytest.mark.parametrize("block_n", [None, 64, 128, 256, 512])
 @pytest.mark.parametrize("shape", [(1, 1), (1000, 512), (1_000_000, 512), (3, 100_000), (1 << 20, 8192)])
 def test_a_plan_covers_every_row_and_column_with_tiles_of_one_size(shape: tuple[int, int], block_n: int | None):
-    from tunesmith.kernels.preference.triton_impl import launch
+    from tunesmith.engine.kernels.preference.triton_impl import launch
 
     plan = launch(shape, block_n)
     in_program = plan.tiles * plan.block_rows

@@ -12,11 +12,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 from drawn import normal
 from norm_cases import Case
-from tunesmith.core.errors import TritonUnavailableError
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.rms_norm import torch_impl, triton_impl
-from tunesmith.kernels.rms_norm.api import add_rms_norm
-from tunesmith.kernels.rms_norm.torch_impl import LONGEST
+from tunesmith.base.core.errors import TritonUnavailableError
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.rms_norm import torch_impl, triton_impl
+from tunesmith.engine.kernels.rms_norm.api import add_rms_norm
+from tunesmith.engine.kernels.rms_norm.torch_impl import LONGEST
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

@@ -12,13 +12,13 @@ from scipy import stats
 
 import sample_cases
 from sample_cases import OPTIONS, keys_of, logits_of, rows_of
-from tunesmith.core.errors import TrainingError, TritonUnavailableError
-from tunesmith.kernels.launching import LaunchPlan
-from tunesmith.kernels.logprob.api import chosen_logp_entropy
-from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import torch_impl, triton_impl
-from tunesmith.kernels.sample.api import draw_in_triton, sample
-from tunesmith.kernels.sample.torch_impl import Sampled, SampleSettings, Seen
+from tunesmith.base.core.errors import TrainingError, TritonUnavailableError
+from tunesmith.engine.kernels.launching import LaunchPlan
+from tunesmith.engine.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.kernels.sample import torch_impl, triton_impl
+from tunesmith.engine.kernels.sample.api import draw_in_triton, sample
+from tunesmith.engine.kernels.sample.torch_impl import Sampled, SampleSettings, Seen
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 assert_as_defined = partial(sample_cases.assert_as_defined, most_unclear=math.inf, rtol=1e-6)

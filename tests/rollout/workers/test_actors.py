@@ -18,14 +18,14 @@ import psutil
 import pytest
 import torch
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.cli.main import main
-from tunesmith.config.algorithms.grpo import GRPORecipe
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.workers.engine import WorkerEngine, Workers
-from tunesmith.schema.records import Prompt
+from tunesmith.apps.cli.main import main
+from tunesmith.base.config.algorithms.grpo import GRPORecipe
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.workers.engine import WorkerEngine, Workers
 
 ray = pytest.importorskip("ray", reason="needs Ray, which the extra `ray` installs")
 

@@ -10,20 +10,20 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.core.errors import InputError, ServerError
-from tunesmith.core.trace import span, trace
-from tunesmith.kernels.sample.torch_impl import NoiseKeys, SampleSettings, sample
-from tunesmith.models.language_model import language_model
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.logprob import token_logps
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.engine import Engine
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.sampler import noise_keys
-from tunesmith.rollout.workers.ahead import Ahead, AheadEngine, Arguments
-from tunesmith.rollout.workers.engine import WorkerEngine, Workers
-from tunesmith.schema.records import Prompt
+from tunesmith.base.core.errors import InputError, ServerError
+from tunesmith.base.core.trace import span, trace
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.kernels.sample.torch_impl import NoiseKeys, SampleSettings, sample
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.logprob import token_logps
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.engine import Engine
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.sampler import noise_keys
+from tunesmith.engine.rollout.workers.ahead import Ahead, AheadEngine, Arguments
+from tunesmith.engine.rollout.workers.engine import WorkerEngine, Workers
 
 NUM_STEPS = 6
 

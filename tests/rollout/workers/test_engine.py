@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import nn
 
-from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.core.errors import InputError, ServerError
-from tunesmith.core.trace import span, trace
-from tunesmith.models.heads import ScalarHead
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.engine import GenerationInterrupted
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.workers.engine import WorkerEngine, Workers, leases_of
-from tunesmith.rollout.workers.local import LocalTransport
-from tunesmith.rollout.workers.messages import Handle, Tensors
-from tunesmith.schema.records import Prompt
+from tunesmith.base.core.errors import InputError, ServerError
+from tunesmith.base.core.trace import span, trace
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.models.heads import ScalarHead
+from tunesmith.engine.models.loaded import LoadedModel
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.engine import GenerationInterrupted
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.workers.engine import WorkerEngine, Workers, leases_of
+from tunesmith.engine.rollout.workers.local import LocalTransport
+from tunesmith.engine.rollout.workers.messages import Handle, Tensors
 
 PROMPTS = [Prompt(str(index), f"Prompt {index % 5} of some") for index in range(8)]  # three of them twice
 SAMPLING = SamplingParams(max_new_tokens=24, seed=3)
@@ -218,11 +218,11 @@ def test_ctrl_c_returns_what_had_ended(two: WorkerEngine, expected: list[Group])
 
 PARENT = """
 import torch
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.workers.engine import Workers
-from tunesmith.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.workers.engine import Workers
+from tunesmith.base.schema.records import Prompt
 
 loaded = tiny_model("llama", max_position_embeddings=4096)
 engine = open_engine(loaded.model, loaded.tokenizer, backend=Workers(2))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.rollout.workers.queue import WorkQueue
+from tunesmith.engine.rollout.workers.queue import WorkQueue
 
 
 def test_the_longest_lease_comes_first_and_equal_ones_in_order() -> None:

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.sections import LoraSection
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.heads import ScalarHead
-from tunesmith.models.lora import AdapterBase, add_adapters
-from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.sampler import NoiseKey
-from tunesmith.rollout.workers import weights
-from tunesmith.rollout.workers.messages import Draw, Drawn, Handle, Load, Loaded, Refused, Reply, Setup, Tensors
-from tunesmith.rollout.workers.pool import Pool
-from tunesmith.rollout.workers.worker import Worker
+from tunesmith.base.config.sections import LoraSection
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.heads import ScalarHead
+from tunesmith.engine.models.lora import AdapterBase, add_adapters
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.sampler import NoiseKey
+from tunesmith.engine.rollout.workers import weights
+from tunesmith.engine.rollout.workers.messages import Draw, Drawn, Handle, Load, Loaded, Refused, Reply, Setup, Tensors
+from tunesmith.engine.rollout.workers.pool import Pool
+from tunesmith.engine.rollout.workers.worker import Worker
 
 
 class Store:

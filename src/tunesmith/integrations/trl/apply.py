@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer, reward_trainer, rloo_trainer, sft_trainer
 
-from tunesmith.core.errors import InputError
+from tunesmith.base.core.errors import InputError
 from tunesmith.integrations.trl.packed import FastPreference, PackedLosses
 from tunesmith.integrations.trl.policy import FastGRPO, FastRLOO
 from tunesmith.integrations.trl.reward import FastReward

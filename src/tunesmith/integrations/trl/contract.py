@@ -8,7 +8,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from tunesmith.core.errors import MissingDependencyError
+from tunesmith.base.core.errors import MissingDependencyError
 
 _LOGPS = (
     "self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, "

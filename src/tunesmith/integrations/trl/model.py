@@ -24,17 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput
 
-from tunesmith.core.log import Once, get_logger
-from tunesmith.core.system import keep_freed_memory
+from tunesmith.base.core.log import Once, get_logger
+from tunesmith.base.core.system import keep_freed_memory
+from tunesmith.engine.kernels.logprob.head import head_logp_entropy, head_scores
+from tunesmith.engine.kernels.native import Kernels
+from tunesmith.engine.models.architecture import UnsupportedArchitecture
+from tunesmith.engine.models.decoder import Decoder
+from tunesmith.engine.models.fingerprint import fingerprint, parts_of, same_parts
+from tunesmith.engine.models.language_model import LanguageModel
+from tunesmith.engine.models.loaded import PreTrainedModel
+from tunesmith.engine.models.logprob import trunk_states
 from tunesmith.integrations.trl.optimizer import FusedOptimizer
-from tunesmith.kernels.logprob.head import head_logp_entropy, head_scores
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.architecture import UnsupportedArchitecture
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.fingerprint import fingerprint, parts_of, same_parts
-from tunesmith.models.language_model import LanguageModel
-from tunesmith.models.loaded import PreTrainedModel
-from tunesmith.models.logprob import trunk_states
 
 _NUM_KNOWN = 4
 """Descriptions kept: the policy with and without its adapters, the reference, and one more."""

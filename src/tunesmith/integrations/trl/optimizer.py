@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tunesmith.kernels.adamw.api import adamw
-from tunesmith.kernels.adamw.torch_impl import AdamWSettings, FloatMoments, ParameterUpdate
-from tunesmith.kernels.native import shared
+from tunesmith.engine.kernels.adamw.api import adamw
+from tunesmith.engine.kernels.adamw.torch_impl import AdamWSettings, FloatMoments, ParameterUpdate
+from tunesmith.engine.kernels.native import shared
 
 _NOT_IN_KERNEL = ("amsgrad", "maximize", "capturable", "differentiable")
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from trl.trainer import grpo_trainer, rloo_trainer
 
-from tunesmith.batch.rollout import Completion, SamplingParams
-from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.core.seeds import derive
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.core.seeds import derive
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Completion, SamplingParams
+from tunesmith.engine.models.language_model import LanguageModel
+from tunesmith.engine.models.loaded import context_length
+from tunesmith.engine.rollout.engine import Engine
+from tunesmith.engine.rollout.factory import open_engine
 from tunesmith.integrations.trl.model import PackedTrainer, Twin, drops_in_adapters, evaluating, unwrapped
 from tunesmith.integrations.trl_support import GENERATION
-from tunesmith.models.language_model import LanguageModel
-from tunesmith.models.loaded import context_length
-from tunesmith.rollout.engine import Engine
-from tunesmith.rollout.factory import open_engine
-from tunesmith.schema.records import Prompt
 
 _SAMPLING = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Arguments of generation that the engine has under the same name."""

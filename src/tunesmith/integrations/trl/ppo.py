@@ -14,26 +14,26 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 
-from tunesmith.algorithms import kl
-from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.sections import RolloutSection
-from tunesmith.core.errors import InputError, ModelError, TrainingError
-from tunesmith.core.seeds import derive
-from tunesmith.core.trace import trace
+from tunesmith.base.config.sections import RolloutSection
+from tunesmith.base.core.errors import InputError, ModelError, TrainingError
+from tunesmith.base.core.seeds import derive
+from tunesmith.base.core.trace import trace
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models import lora
+from tunesmith.engine.models.heads import Critic, RewardModel
+from tunesmith.engine.models.language_model import language_model
+from tunesmith.engine.models.loaded import PreTrainedTokenizerBase, disable_dropout
+from tunesmith.engine.models.optimizer import MasterAdamW
+from tunesmith.engine.rollout.factory import open_engine
 from tunesmith.integrations.trl.ppo_config import PPOConfig, check_config, optimizer_section, ppo_section, set_sizes
-from tunesmith.models import lora
-from tunesmith.models.heads import Critic, RewardModel
-from tunesmith.models.language_model import language_model
-from tunesmith.models.loaded import PreTrainedTokenizerBase, disable_dropout
-from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.rewards.model import ModelReward
-from tunesmith.rewards.outcome import Sample, Scored
-from tunesmith.rewards.scorer import Scorer
-from tunesmith.rollout.factory import open_engine
-from tunesmith.schema.records import Prompt
-from tunesmith.trainers.ppo import PPO
-from tunesmith.trainers.rollouts import Rollouts
-from tunesmith.trainers.setup import say
+from tunesmith.learn.algorithms import kl
+from tunesmith.learn.rewards.model import ModelReward
+from tunesmith.learn.rewards.outcome import Sample, Scored
+from tunesmith.learn.rewards.scorer import Scorer
+from tunesmith.learn.trainers.ppo import PPO
+from tunesmith.learn.trainers.rollouts import Rollouts
+from tunesmith.learn.trainers.setup import say
 
 _MAX_REFUSED = 5
 _SHOWN_SAMPLES = 5

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from tunesmith.config.algorithms.ppo import PPOSection
-from tunesmith.config.policy_sections import KLSection
-from tunesmith.config.sections import OptimizerSection
-from tunesmith.config.trl_config import SCHEDULES
-from tunesmith.core.errors import InputError
-from tunesmith.core.log import get_logger
+from tunesmith.base.config.algorithms.ppo import PPOSection
+from tunesmith.base.config.policy_sections import KLSection
+from tunesmith.base.config.sections import OptimizerSection
+from tunesmith.base.config.trl_config import SCHEDULES
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.log import get_logger
 
 _log = get_logger(__name__)
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer import reward_trainer
 
-from tunesmith.config.sections import ModelSection
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.engine.models.heads import last_tokens
+from tunesmith.engine.models.language_model import TrunkDecoder
+from tunesmith.engine.models.logprob import length_mask, trunk_states
 from tunesmith.integrations.trl.model import LiveModels, PackedTrainer, objection, too_long, unwrapped
-from tunesmith.models.heads import last_tokens
-from tunesmith.models.language_model import TrunkDecoder
-from tunesmith.models.logprob import length_mask, trunk_states
 
 _READ = {"input_ids", "attention_mask"}
 _IGNORED = {"use_cache", "return_dict", "margin"}

@@ -1,0 +1,1 @@
+"""Applications: the commands, and workflows that combine several trainers and engines."""

@@ -1,0 +1,136 @@
+"""`tunesmith compare`, `compare-algorithms` and `eval reward`: two policies, algorithms at equal KL, a reward model."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tunesmith.apps.cli.options import Positional, check_ranges, flag, parse
+from tunesmith.apps.cli.output import reporting
+from tunesmith.base.core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Compare two models on the same prompts with the same seeds, judged by one scorer."""
+
+    before: Annotated[str, flag("Model or run folder that is compared with.", "A")]
+    after: Annotated[str, flag("Model or run folder that is judged.", "B")]
+    prompts: Annotated[str, flag("JSONL with a `prompt` column, or films.", "FILE")]
+    scorer: Annotated[str, flag("./file.py:function, built-in or reward model.", "SOURCE")]
+    num_completions: Annotated[int, flag("Completions of each prompt.", "N", "-n")] = 8
+    max_new_tokens: Annotated[int, flag("Limit of a completion.", "N")] = 32
+    seed: Annotated[int, flag("Seed of both models.", "N")] = 0
+    trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
+    html: Annotated[Path | None, flag("Write the comparison as a page too.", "FILE.html")] = None
+    json: Annotated[bool, flag("Print one JSON object at the end.")] = False
+
+
+def compare(words: Sequence[str]) -> None:
+    """Run `tunesmith compare`."""
+    options = parse(CompareOptions, words, "compare")
+    check_ranges(options, num_completions=(1, inf), max_new_tokens=(1, inf))
+    if options.html and options.html.exists():
+        raise InputError(f"{options.html} exists and is kept; give another name to --html")
+    from tunesmith.apps.workflows.evaluation import run_comparison
+    from tunesmith.learn.evaluation.tables import comparison_table
+    from tunesmith.observe.reports.html import write_comparison_report
+
+    with reporting(as_json=options.json) as output:
+        comparison = run_comparison(
+            options.before,
+            options.after,
+            options.prompts,
+            options.scorer,
+            num_completions=options.num_completions,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
+            trust_remote_code=options.trust_remote_code,
+        )
+        if options.html:
+            title = f"{options.before} and {options.after}"
+            write_comparison_report(options.html, comparison.to_json(), title=title)
+        output.say(comparison_table(comparison))
+        if options.html:
+            output.say(f"page     {options.html}")
+        output.finish(comparison.to_json())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonFlags:
+    """Train PPO, GRPO, DPO and best-of-n from the same votes, and compare their scores at equal KL to the base model.
+
+    The votes come from a simulated rater of sentiment, as in `tunesmith demo`. It writes a page and its figures as
+    JSON; every training is a run in the folder, so a comparison that was stopped or killed goes on with --resume.
+    """
+
+    model: Annotated[str, flag("Hub id, folder, GGUF file, smollm2, tiny:FAMILY.", "ID")] = "smollm2"
+    seeds: Annotated[int, flag("Trainings of each algorithm; intervals need two.", "N")] = 3
+    steps: Annotated[int, flag("Most steps of a training; four times as many of DPO's.", "N")] = 16
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], flag("Precision of all models.")] = "auto"
+    quick: Annotated[bool, flag("Few openings and completions, to see that all parts work.")] = False
+    out: Annotated[Path, flag("Folder for the comparison's folder.", "DIR")] = Path("runs")
+    resume: Annotated[Path | None, flag("Go on with the comparison in this folder.", "FOLDER")] = None
+    json: Annotated[bool, flag("Print one JSON object at the end.")] = False
+
+
+def compare_algorithms(words: Sequence[str]) -> None:
+    """Run `tunesmith compare-algorithms`."""
+    flags = parse(ComparisonFlags, words, "compare-algorithms")
+    from tunesmith.base.config.comparison import ComparisonOptions, comparison_options
+
+    options = comparison_options({k: v for k, v in asdict(flags).items() if k in ComparisonOptions.model_fields})
+    from tunesmith.apps.workflows.algorithms import go_on, run_comparison
+    from tunesmith.base.runs.listing import read_object
+    from tunesmith.observe.reports.algorithm_figures import equal_kl_chart
+
+    with reporting(as_json=flags.json) as output:
+        folder = go_on(flags.resume.absolute()) if flags.resume else run_comparison(options, flags.out)
+        facts = read_object(folder / "comparison.json")
+        chart = equal_kl_chart(facts)
+        output.say(f"{chart.title}\n")
+        output.table([chart.columns, *chart.rows])
+        output.say(f"\n{facts['said']}\nreport   {folder / 'report.html'}")
+        output.finish({**facts, "run_dir": folder})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardEvalOptions:
+    """Judge a reward model on pairs that it was not trained on: accuracy, calibration, length bias.
+
+    Baselines: the longer one wins, and a Bradley-Terry model on TF-IDF fitted on other pairs.
+    """
+
+    run: Annotated[str | None, Positional, flag("Run folder, folder or hub id of a reward model.", "RUN")] = None
+    model: Annotated[str | None, flag("The same, by name.", "RUN")] = None
+    pairs: Annotated[str | None, flag("Source of pairs; by default those that the run held out.", "SOURCE")] = None
+    label: Annotated[str | None, flag("Of a classifier with several labels: the reward's.", "NAME")] = None
+    skip_bad: Annotated[bool, flag("Drop rows that cannot be used, and count them.")] = False
+    micro_batch_size: Annotated[int, flag("Sequences in one pass.", "N")] = 16
+    num_bins: Annotated[int, flag("Bins of the calibration.", "N")] = 10
+    json: Annotated[bool, flag("Print one JSON object at the end.")] = False
+
+
+def reward(words: Sequence[str]) -> None:
+    """Run `tunesmith eval reward`."""
+    options = parse(RewardEvalOptions, words, "eval reward")
+    check_ranges(options, micro_batch_size=(1, inf), num_bins=(1, inf))
+    model = options.run or options.model
+    if model is None or (options.run and options.model):
+        raise InputError("give one reward model: `tunesmith eval reward RUN`")
+    from tunesmith.apps.workflows.evaluation import evaluate_reward
+    from tunesmith.learn.evaluation.tables import reward_table
+
+    with reporting(as_json=options.json) as output:
+        found = evaluate_reward(
+            model,
+            options.pairs,
+            label=options.label,
+            skip_bad=options.skip_bad,
+            micro_batch_size=options.micro_batch_size,
+            num_bins=options.num_bins,
+        )
+        output.say(reward_table(found.quality))
+        output.say(f"\npairs    {found.source}\nTF-IDF   fitted on {found.train_source}")
+        output.finish(found.to_json())

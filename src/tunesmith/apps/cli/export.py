@@ -1,0 +1,118 @@
+"""`tunesmith export`: the trained model of a run as a folder of its own, that plain `from_pretrained` loads."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tunesmith.apps.cli.options import Positional, flag, parse
+from tunesmith.apps.cli.output import reporting
+from tunesmith.base.core.errors import InputError, RunError
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Copy the trained model of a run to a folder that plain `from_pretrained` loads, or adapters to one that PEFT
+    loads. Nothing is overwritten.
+    """
+
+    run: Annotated[str, Positional, flag("A run folder.", "RUN")]
+    dest: Annotated[str, Positional, flag("New or empty folder.", "DEST")]
+    merge: Annotated[bool, flag("Put adapters into the weights of their base: a plain model.")] = False
+    trust_remote_code: Annotated[bool, flag("With --merge, run code that the base brings along.")] = False
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+def export(words: Sequence[str]) -> None:
+    """Run `tunesmith export`."""
+    options = parse(ExportOptions, words, "export")
+    from tunesmith.base.runs.listing import folder_bytes
+
+    with reporting(as_json=options.json) as output:
+        source = final_folder(Path(options.run).expanduser())
+        check_layout(source)
+        dest = Path(options.dest).expanduser()
+        check_dest(source, dest)
+        if options.merge:
+            from tunesmith.engine.models.export import save_merged
+
+            save_merged(source, dest, trust_remote_code=options.trust_remote_code)
+        else:
+            copy_whole(source, dest)
+        num_bytes = folder_bytes(dest)
+        output.say(f"{dest}  {num_bytes / 1e6:.1f} MB")
+        output.finish({"source": source, "dest": dest, "num_bytes": num_bytes})
+
+
+def final_folder(run: Path) -> Path:
+    """The folder of the trained model of `run`; RunError if it is no run folder or has none yet."""
+    if not run.is_dir():
+        raise RunError(f"{run} is no folder; give a run folder, such as runs/20260102-030405-ppo-1a2b")
+    if not (run / "final").is_dir():
+        is_run = (run / "recipe.yaml").exists()
+        raise RunError(
+            f"{run} has no final/: its training did not end; see its checkpoints/"
+            if is_run
+            else f"{run} is no run folder: it has neither recipe.yaml nor final/"
+        )
+    return run / "final"
+
+
+def check_layout(folder: Path) -> None:
+    """Raise RunError if config, tokenizer or weights are missing in `folder`, or a weight file is truncated."""
+    has_adapters = (folder / _ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    config = _ADAPTER_CONFIG if has_adapters else "config.json"
+    missing = [name for name in (config, "tokenizer_config.json") if not (folder / name).is_file()]
+    if has_adapters:
+        weights = [_ADAPTER_WEIGHTS]
+    elif (folder / _INDEX).is_file():
+        shards = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        weights = sorted(set(map(str, shards)))
+    else:
+        weights = [_WEIGHTS]
+    missing += [name for name in weights if not (folder / name).is_file()]
+    if missing:
+        raise RunError(f"{folder} is incomplete: {', '.join(missing)} missing")
+    for name in weights:
+        if not _is_whole(folder / name):
+            raise RunError(f"{folder / name} is damaged: its size does not fit its header")
+
+
+def check_dest(source: Path, dest: Path) -> None:
+    """Raise InputError if `dest` is inside `source` or not empty."""
+    if dest.resolve().is_relative_to(source.resolve()):
+        raise InputError(f"{dest} is inside {source}; give a folder elsewhere")
+    if dest.is_file() or (dest.is_dir() and any(dest.iterdir())):
+        raise InputError(f"{dest} exists and is {'no folder' if dest.is_file() else 'not empty'}; give another folder")
+
+
+def copy_whole(source: Path, dest: Path) -> None:
+    """Copy `source` to `dest`. The copy is moved into place when complete."""
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{dest.name}-", dir=dest.parent) as aside:
+            copy = Path(aside) / "copy"
+            shutil.copytree(source, copy)
+            os.replace(copy, dest)
+    except OSError as error:
+        raise InputError(f"{dest} cannot be written: {error.strerror or error}") from error
+
+
+def _is_whole(file: Path) -> bool:
+    """True if the size of a safetensors file is what its header promises."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            return True
+    except (SafetensorError, OSError):
+        return False

@@ -1,0 +1,195 @@
+"""`tunesmith votes import | export | stats`: the votes of a folder. Nothing here loads torch."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tunesmith.apps.cli.options import Positional, flag, parse
+from tunesmith.apps.cli.output import Output, reporting, wants_progress
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.log import get_logger, visible
+
+if TYPE_CHECKING:
+    from tunesmith.collect.statistics.bradley_terry import Standing
+    from tunesmith.collect.store.vote_reader import VoteReader
+    from tunesmith.collect.store.vote_stats import Agreement, BiasTest, VoteStats
+
+_log = get_logger(__name__)
+
+VOTES_FILE = "votes.db"
+"""Name of the database in a folder of the live loop."""
+
+_MAX_SHOWN = 20
+_QUIET = 1000
+"""Rows of an import that are stored too soon for a bar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Put pairs and rankings of files before raters, or take over votes that were made elsewhere."""
+
+    files: Annotated[
+        tuple[str, ...], Positional, flag("JSONL, CSV, Parquet, a datasets folder, Argilla's records.", "FILE")
+    ] = ()
+    dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    labels: Annotated[
+        Literal["drop", "votes", "gold"],
+        flag(
+            "What the files say of the better answer: `drop` it and ask raters, take it for `votes`, or check raters "
+            "silently by it (`gold`).",
+        ),
+    ] = "drop"
+    campaign: Annotated[str, flag("Campaign, made if it is new.", "NAME")] = "default"
+    heldout: Annotated[bool, flag("Votes on these items check versions and train nothing.")] = False
+    question: Annotated[
+        str | None, flag("In Argilla's records with several questions, the one that tells the better answer.", "NAME")
+    ] = None
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportVotesOptions:
+    """Write votes to a file or folder, in TRL's columns or as Argilla's records. Nothing is overwritten."""
+
+    dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.csv, NAME.parquet, or a new folder.", "DEST")]
+    dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    kind: Annotated[Literal["votes", "rankings", "demonstrations"], flag("What to write.")] = "votes"
+    format: Annotated[
+        Literal["jsonl", "csv", "parquet", "datasets", "argilla"] | None, flag("Format; without it, the name says it.")
+    ] = None
+    campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
+    decided: Annotated[bool, flag("Leave out ties: for libraries that know no column `tie`.")] = False
+    both_bad: Annotated[bool, flag("Keep votes that call both answers bad, with that `verdict`, as ties.")] = False
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsOptions:
+    """Count votes; how far raters agree, what they lean to, and which versions and models win."""
+
+    dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+def import_(words: Sequence[str]) -> None:
+    """Run `tunesmith votes import`."""
+    options = parse(ImportOptions, words, "votes import")
+    if not options.files:
+        raise InputError("no file is named; give one or more, such as pairs.jsonl")
+    from tunesmith.base.runs.progress import progress
+    from tunesmith.collect.data.vote_files import import_notes, read_for
+    from tunesmith.collect.store.votes import import_into
+
+    with reporting(as_json=options.json) as output:
+        # All files are read before anything is stored.
+        rows = read_for(options.labels, options.files, heldout=options.heldout, question=options.question)
+        what = "votes" if options.labels == "votes" else "items"
+        with progress(what, len(rows), enabled=len(rows) > _QUIET and wants_progress()) as reporter:
+            done = import_into(
+                options.dir.expanduser() / VOTES_FILE,
+                options.campaign,
+                rows,
+                lambda num_done, _: reporter.update(num_done),
+                lambda message: _log.info("%s", message),
+            )
+        output.say(f"{done.num_new} {what} added, {done.num_there} were there already")
+        for line in import_notes(done, options.labels, heldout=options.heldout):
+            output.say(line)
+        output.finish({"dir": options.dir, **asdict(done), "labels": options.labels})
+
+
+def export(words: Sequence[str]) -> None:
+    """Run `tunesmith votes export`."""
+    options = parse(ExportVotesOptions, words, "votes export")
+    from tunesmith.collect.data.vote_files import (
+        demonstration_columns,
+        format_of,
+        ranking_columns,
+        write_rows,
+        write_votes,
+    )
+
+    form = options.format or format_of(options.dest)
+    if form == "argilla" and options.kind != "votes":
+        raise InputError(f"Argilla's records hold votes, not {options.kind}; choose another format")
+    with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
+        campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
+        if options.kind == "rankings":
+            num = write_rows(options.dest, map(ranking_columns, reader.export_rankings(campaign_id)), form)
+        elif options.kind == "demonstrations":
+            num = write_rows(options.dest, map(demonstration_columns, reader.export_demonstrations(campaign_id)), form)
+        else:
+            rows = reader.export(campaign_id, include_bad=options.both_bad)
+            num = write_votes(options.dest, (row for row in rows if not (options.decided and row.tie)), form)
+        output.say(f"{options.dest}  {num} {options.kind}")
+        output.finish({"dest": options.dest, "format": form, "kind": options.kind, "num_rows": num})
+
+
+def stats(words: Sequence[str]) -> None:
+    """Run `tunesmith votes stats`."""
+    options = parse(StatsOptions, words, "votes stats")
+    from tunesmith.observe.reports.text import count_of
+
+    with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
+        campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
+        found, places = reader.stats(campaign_id), _leaderboard(options.dir)
+        _say(found, output)
+        base = next((visible(one.name) for one in places if one.low == one.high == 0.5), "")
+        for one in places[:_MAX_SHOWN]:
+            rate = one.note if one.win_rate is None else f"{one.win_rate:.0%} ({one.low:.0%} to {one.high:.0%})"
+            output.say(f"against {base:<6} {visible(one.name)}: {rate}, {count_of(one.num_votes, 'vote')}")
+        output.finish({**asdict(found), "leaderboard": list(map(asdict, places))})
+
+
+def _leaderboard(folder: Path) -> "Sequence[Standing]":
+    """Versions and models that votes compare, over all campaigns: the strongest first."""
+    from tunesmith.collect.statistics.bradley_terry import leaderboard
+    from tunesmith.collect.store.vote_watch import VoteWatch
+
+    with VoteWatch(folder.expanduser() / VOTES_FILE) as watch:
+        return leaderboard(watch.contests()[1])
+
+
+def _reader(folder: Path) -> "VoteReader":
+    """A reader of the folder's votes. Raises InputError if it has none."""
+    from tunesmith.collect.store.vote_reader import VoteReader
+
+    path = folder.expanduser() / VOTES_FILE
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; name the folder of a `tunesmith serve` or `votes import` in --dir")
+    return VoteReader.open(path)
+
+
+def _say(found: "VoteStats", output: Output) -> None:
+    from tunesmith.observe.reports.text import count_of
+
+    output.say(
+        f"votes          {found.num_votes}  (ties {found.num_ties}, both bad {found.num_both_bad}, "
+        f"last hour {found.num_votes_last_hour}); skipped {found.num_skips}"
+    )
+    output.say(f"rankings       {found.num_rankings}; written answers {found.num_demonstrations}")
+    output.say(f"items          {found.num_items}, with all their votes {found.num_items_done}")
+    output.say(f"agreement      Krippendorff's alpha {_agreement(found.alpha)}")
+    output.say(f"left answer    {_bias(found.left)}")
+    output.say(f"longer answer  {_bias(found.longer)}")
+    for pair in found.kappas[:_MAX_SHOWN]:
+        output.say(f"kappa          {_agreement(pair.kappa)}  {visible(pair.a)}, {visible(pair.b)}")
+    for rater in found.raters[:_MAX_SHOWN]:
+        gold = "" if rater.gold_accuracy is None else f", gold {rater.gold_accuracy:.0%} of {rater.num_gold}"
+        dwell = "" if rater.median_dwell_ms is None else f", {rater.median_dwell_ms / 1000:.1f} s each"
+        num_votes = count_of(rater.num_votes, "vote")
+        output.say(f"rater          {visible(rater.name)}: {num_votes}, left {_bias(rater.left)}{gold}{dwell}")
+
+
+def _agreement(measure: "Agreement") -> str:
+    if measure.value is None:
+        return f"undefined: {measure.reason}"
+    return f"{measure.value:.3f} over {measure.num} items"
+
+
+def _bias(test: "BiasTest") -> str:
+    if test.share is None or test.p_value is None:
+        return "no choices yet"
+    return f"{test.share:.0%} of {test.num} (p {test.p_value:.3g})"

@@ -1,0 +1,155 @@
+"""`tunesmith compare`: two models, the same prompts and seeds, one scorer. `tunesmith eval reward`: a reward model on
+held-out pairs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunesmith.base.config.algorithms.reward import RewardRecipe
+from tunesmith.base.config.load import load_recipe, read_algorithm
+from tunesmith.base.config.sections import ModelSection, PairsSection, PromptsSection, RewardSource
+from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.log import get_logger
+from tunesmith.base.runs.environment import other_folder
+from tunesmith.base.runs.listing import read_object
+from tunesmith.collect.data.prompts import load_prompts
+from tunesmith.collect.data.sets import preference_sets
+from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.load import compute_dtype, load_policy, load_reward_model
+from tunesmith.engine.models.loaded import context_length
+from tunesmith.learn.evaluation.compare import Comparison, Side, compare
+from tunesmith.learn.evaluation.reward_quality import RewardQuality, decided_pairs, judge
+from tunesmith.learn.rewards.scorer import Scorer
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The figures of the demo or of the sentiment workflow, the comparison that they come from, and the folder."""
+
+    figures: Mapping[str, object]
+    comparison: Comparison
+    run_dir: Path
+
+
+def run_comparison(
+    before: str,
+    after: str,
+    prompts: str,
+    scorer: str,
+    *,
+    num_completions: int = 8,
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> Comparison:
+    """The comparison of the models named `before` and `after` on the prompts of a file.
+
+    `scorer` is what a recipe's `reward.source` may be. `trust_remote_code` is for the two models; code of a reward
+    model is never run. Raises InputError for a model, file or scorer that cannot be used.
+    """
+    loaded_before, loaded_after = (
+        load_policy(ModelSection(name=name, trust_remote_code=trust_remote_code)) for name in (before, after)
+    )
+    rows = load_prompts(prompts, PromptsSection(source=prompts))
+    judge = Scorer([RewardSource(source=scorer)], policy_tokenizer=loaded_before.tokenizer)
+    return compare(
+        Side.of(before, loaded_before.model, loaded_before.tokenizer),
+        Side.of(after, loaded_after.model, loaded_after.tokenizer),
+        rows,
+        judge,
+        SamplingParams(max_new_tokens=max_new_tokens),
+        num_completions=num_completions,
+        seed=seed,
+    )
+
+
+_JUDGED_SHARE = 0.5
+"""Share of the prompts that is judged where a model's training pairs are not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardEvaluation:
+    """The quality of the reward model `model` on pairs of `source`.
+
+    `train_source` is where the TF-IDF model was fitted: on the pairs that the run was trained on, or, where these are
+    not known, on half of the prompts of `source`, so that the other half is judged.
+    """
+
+    model: str
+    source: str
+    train_source: str
+    quality: RewardQuality
+
+    def to_json(self) -> dict[str, object]:
+        """The figures at the top level, and the names of model and pairs."""
+        return {
+            "model": self.model,
+            "source": self.source,
+            "train_source": self.train_source,
+            **self.quality.to_json(),
+        }
+
+
+def evaluate_reward(
+    model: str,
+    pairs: str | None = None,
+    *,
+    label: str | None = None,
+    skip_bad: bool = False,
+    micro_batch_size: int = 16,
+    num_bins: int = 10,
+) -> RewardEvaluation:
+    """The evaluation of the reward model `model`: a run folder, a local folder or a hub id.
+
+    Of a run, pairs are read, cut and split as its recipe says. Without `pairs`, or with the run's own source, those
+    that it held out are judged, and the TF-IDF model is fitted on those that it was trained on. Other `pairs` are all
+    judged, and the TF-IDF model is fitted on the run's training pairs. Where `model` is no run, half of the prompts of
+    `pairs` are judged and the TF-IDF model is fitted on the other half. Raises InputError for a model or pairs that
+    cannot be used, or if nothing says which pairs to take.
+    """
+    recipe = run_recipe(model)
+    if recipe is None and pairs is None:
+        raise InputError(f"{model} is no folder of a reward run, so its pairs are not known; name some with --pairs")
+    dtype = compute_dtype(recipe.model.dtype) if recipe else None
+    reward_model = load_reward_model(model, label=label, dtype=dtype)
+    if not reward_model.pools_last_token:
+        raise InputError(
+            f"{model} is no decoder with a score head, so its inputs have a form of their own; give the run folder of "
+            "`tunesmith train reward`, or a classifier on a decoder"
+        )
+    section, seed = (
+        (recipe.pairs, recipe.run.seed)
+        if recipe
+        else (PairsSection(source=str(pairs), heldout_fraction=_JUDGED_SHARE), 0)
+    )
+    section = section.model_copy(update={"skip_bad": section.skip_bad or skip_bad, "rankings": "pairs"})
+    if not section.source:
+        raise InputError(
+            f"{model} was given its pairs in Python, so they are not known; judge `{model}/final` with --pairs"
+        )
+    if pairs is not None and pairs != section.source:
+        section = section.model_copy(update={"heldout_source": pairs})
+    limit = context_length(reward_model.model)
+    sets = preference_sets(section, reward_model.tokenizer, seed, max_length=limit, encode=reward_model.encode)
+    found = judge(
+        reward_model,
+        decided_pairs(sets.heldout, sets.heldout_prompts),
+        decided_pairs(sets.train, {}),
+        micro_batch_size=micro_batch_size,
+        num_bins=num_bins,
+    )
+    return RewardEvaluation(model, section.heldout_source or section.source, section.source, found)
+
+
+def run_recipe(model: str) -> RewardRecipe | None:
+    """The recipe of the run in the folder `model`, or None if it is no run of `tunesmith train reward`."""
+    file = Path(model).expanduser() / "recipe.yaml"
+    if not file.is_file() or read_algorithm(file) != "reward":
+        return None
+    if elsewhere := other_folder(read_object(file.with_name("environment.json")).get("folder")):
+        _log.info("%s", elsewhere)
+    recipe = load_recipe("reward", file=file).recipe
+    assert isinstance(recipe, RewardRecipe)
+    return recipe

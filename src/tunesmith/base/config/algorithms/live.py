@@ -1,0 +1,214 @@
+"""The live loop: settings, recipe, and rules for its keys."""
+
+# Fields are frozen, so that a subclass may narrow their type.
+# pyright: reportIncompatibleVariableOverride=false
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tunesmith.base.config.algorithms.dpo import DPO_RULES, DPOSection
+from tunesmith.base.config.algorithms.grpo import GRPO_RULES, OWN_LOGPS, GRPOSection
+from tunesmith.base.config.algorithms.ppo import PPO_RULES, PPOSection
+from tunesmith.base.config.algorithms.reward import RewardTrainerSection
+from tunesmith.base.config.recipe import Recipe, check_horizon
+from tunesmith.base.config.rules import SAMPLING, Rule, always, is_not, is_updated_once
+from tunesmith.base.config.sections import (
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    PromptsSection,
+    RolloutSection,
+    Section,
+)
+
+
+class LivePromptsSection(PromptsSection):
+    """Prompts of the pairs that raters see."""
+
+    heldout_fraction: Fraction = 0.15
+    """Share of prompts held out, by a hash of the prompt; on them the policy is compared with the base model."""
+
+    @model_validator(mode="after")
+    def _check_no_prefixes(self) -> "LivePromptsSection":
+        if self.prefix_tokens is not None:
+            raise ValueError("prefix_tokens cuts prompts by tokens, but raters see text; give prompts that are cut")
+        return self
+
+
+class LiveRolloutSection(RolloutSection):
+    """Sampling of the answers that raters compare."""
+
+    prompts_per_step: PositiveInt = 24
+    """Prompts of one round of pairs."""
+    completions_per_prompt: Annotated[int, Field(ge=2)] = 4
+    """Completions of each prompt, in disjoint pairs of different ones."""
+    max_new_tokens: PositiveInt = 24
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> "LiveRolloutSection":
+        if self.backend == "vllm":
+            raise ValueError("backend is vllm, but the live loop draws from several models; set native or transformers")
+        return self
+
+
+class LiveDPOSection(DPOSection):
+    """DPO on votes about the policy's own completions (Guo et al. 2024, arXiv 2402.04792)."""
+
+    beta: Positive = 0.2
+    """Scale of the rewards, beta (log policy - log reference); IPO's tau, ORPO's lambda."""
+    ties: Literal["drop", "half", "rao_kupper"] = "half"
+    micro_batch_size: PositiveInt = 16
+
+    @model_validator(mode="after")
+    def _check_loss_of_pairs(self) -> "LiveDPOSection":
+        if self.loss == "kto":
+            raise ValueError("loss is kto, which takes single labels, but votes are about pairs; set another loss")
+        return self
+
+
+class LivePPOSection(PPOSection):
+    """PPO against a reward model trained on votes, without a critic."""
+
+    lam: Fraction = 1.0
+    critic: Literal["shared", "separate", "none"] = "none"
+    """`none`: advantages are the returns (REINFORCE++)."""
+
+    @model_validator(mode="after")
+    def _check_no_critic(self) -> "LivePPOSection":
+        if self.critic != "none":
+            raise ValueError(f"critic is {self.critic}, but the live loop trains none; set critic: none")
+        return self
+
+
+class LiveKLSection(Section):
+    """KL to the base model: an adaptive penalty, and a limit above which no version is served."""
+
+    SHORTHAND = "budget"
+
+    coef: NonNegative = 0.01
+    """Lowest coefficient of the KL penalty in the loss of a pair."""
+    target: Positive | None = 5.0
+    """KL in nats per completion that the coefficient keeps; null fixes the coefficient."""
+    budget: Positive | None = 8.0
+    """Limit in nats per completion; a version above it is not served. null is off."""
+
+    @model_validator(mode="after")
+    def _check_target(self) -> "LiveKLSection":
+        if self.target is not None and self.budget is not None and self.target > self.budget:
+            raise ValueError(f"target is {self.target:g}, above budget, {self.budget:g}; lower the first")
+        if self.target is not None and self.coef == 0:
+            raise ValueError("coef is 0, which no target can move; give a small coef, or set target to null")
+        return self
+
+
+class LiveCheckSection(Section):
+    """Test that an update must pass before it is served, on votes about held-out prompts."""
+
+    num_votes: PositiveInt = 48
+    """Number of newest held-out votes to test on."""
+    min_votes: PositiveInt = 12
+    """With fewer held-out votes every update passes."""
+    p_value: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """An update is rejected if it agrees with fewer votes than the served version, with a one-sided p-value below this
+    (McNemar's exact test)."""
+
+
+class LiveSection(Section):
+    """Conditions under which votes become an update, and the versions that are kept."""
+
+    SHORTHAND = "update"
+
+    dir: str = "live"
+    """Folder that the trainer and the server share."""
+    update: Literal["dpo", "ppo", "grpo"] = "dpo"
+    """Online DPO; or a reward model that learns from the votes, and steps of PPO or GRPO against it."""
+    votes_per_update: PositiveInt = 32
+    """New votes that start an update."""
+    update_after_s: Positive = 30.0
+    """Seconds that the oldest new vote waits before an update starts with fewer votes."""
+    max_votes_per_update: PositiveInt = 128
+    """Most new votes in one update."""
+    replay: NonNegative = 1.0
+    """Old votes replayed in an update, for each new one."""
+    pool: PositiveInt = 32
+    """Pairs waiting for votes; new ones are sampled when fewer are left."""
+    heldout_prompts_per_round: NonNegativeInt = 4
+    """Held-out prompts of a round; half of their answers are paired with each other, half with the base model's."""
+    policy_steps: PositiveInt = 2
+    """Steps of PPO or GRPO in one update."""
+    kl: LiveKLSection = LiveKLSection()
+    check: LiveCheckSection = LiveCheckSection()
+    keep_versions: PositiveInt = 5
+    """Number of newest versions to keep for a rollback, besides the base model."""
+    poll_s: Positive = 0.2
+    """Seconds between polls for votes while idle."""
+
+    @model_validator(mode="after")
+    def _check_max_votes(self) -> "LiveSection":
+        if self.max_votes_per_update < self.votes_per_update:
+            raise ValueError(
+                f"max_votes_per_update is {self.max_votes_per_update}, less than votes_per_update, "
+                f"{self.votes_per_update}; raise the first"
+            )
+        return self
+
+
+class LiveRecipe(Recipe):
+    """Train a policy on votes while they are given."""
+
+    algorithm: Literal["live"] = "live"
+    prompts: LivePromptsSection = LivePromptsSection()
+    rollout: LiveRolloutSection = LiveRolloutSection()
+    dpo: LiveDPOSection = LiveDPOSection()
+    reward_model: RewardTrainerSection = RewardTrainerSection()
+    ppo: LivePPOSection = LivePPOSection()
+    grpo: GRPOSection = GRPOSection()
+    live: LiveSection = LiveSection()
+
+    @model_validator(mode="after")
+    def _check_schedule_and_horizon(self) -> "LiveRecipe":
+        if self.scale.ranks > 1 or self.scale.is_exact:
+            raise ValueError("scale.ranks and scale.reduction are not for the live loop, which trains in one process")
+        if self.optimizer.schedule != "constant":
+            raise ValueError(
+                f"optimizer.schedule is {self.optimizer.schedule}, which needs an end, but the live loop has none; "
+                "set it to constant"
+            )
+        check_horizon(self, self.rollout, self.live.update)
+        return self
+
+
+def _unless_live(update: str, keys: str, others: str = "") -> Rule:
+    return Rule(
+        keys, is_not("live.update", *update.split()), f"live.update is not {update}; set it, or leave this out", others
+    )
+
+
+LIVE_RULES: tuple[Rule, ...] = (
+    *SAMPLING,
+    _unless_live("ppo", "ppo.*"),
+    _unless_live("grpo", "grpo.*"),
+    _unless_live("ppo or grpo", "reward_model.* live.policy_steps optimizer.head_learning_rate rollout.importance.*"),
+    _unless_live("ppo or grpo", "rollout.recompute_logps"),
+    _unless_live("dpo", "dpo.*", "dpo.ties dpo.micro_batch_size"),
+    Rule("live.kl.coef live.kl.target", is_not("live.update", "dpo"), "live.update has a KL of its own; set that one"),
+    Rule("dpo.reference", always, "the live loop computes log-probs of the reference once for each answer"),
+    Rule("rollout.score_while_drawing", always, "the live loop scores after drawing; leave this out"),
+    Rule(
+        "run.* scale.*",
+        always,
+        "the live loop is one process that runs until it is stopped, and writes a version after each update",
+        "run.seed run.measure run.hang_after_s run.num_threads run.keep_freed_memory run.name",
+    ),
+    Rule(
+        "rollout.recompute_logps",
+        lambda v: v["live.update"] == "grpo" and is_updated_once("grpo")(v),
+        OWN_LOGPS,
+    ),
+    *PPO_RULES,
+    *GRPO_RULES,
+    *DPO_RULES,
+)

@@ -1,0 +1,229 @@
+"""Prompts and their completions as token ids, each distinct one once, and pairs and labels that refer to them.
+
+Shape legend: A distinct answers, B sequences, S positions (right padded).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from tunesmith.base.core.seeds import derive, permutation
+from tunesmith.base.schema.records import Judgement, Pair, Prompt, Ranking, Text
+from tunesmith.collect.data.collate import TokenIds, check_differ, pad_right, too_long
+from tunesmith.collect.data.pairs import judgements_of, pairs_of, with_shared_opening
+from tunesmith.collect.data.rows import BadRows, RowError, usable
+from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, encode_completed
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt and one completion of it, which ends with the end-of-sequence token.
+
+    Example: prompt `Hi` and completion `a` give `prompt_ids=(72,)`, `completion_ids=(97, 2)`.
+    """
+
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPair:
+    """Two answers to one prompt, by their places among the distinct answers. With `tie` their order has no meaning."""
+
+    prompt_id: str
+    chosen: int
+    rejected: int
+    tie: bool = False
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """The places of both answers."""
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLabel:
+    """An answer and a label. `mismatched` is a completion of another prompt after this prompt, -1 if there is none."""
+
+    prompt_id: str
+    answer: int
+    is_wanted: bool
+    mismatched: int = -1
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """The place of the answer."""
+        return (self.answer,)
+
+
+class AnswerTable:
+    """The distinct answers, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._places: dict[Answer, int] = {}
+
+    def place(self, answer: Answer) -> int:
+        """Index of `answer`; a new one is appended."""
+        return self._places.setdefault(answer, len(self._places))
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """All of them."""
+        return tuple(self._places)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBatch:
+    """B answers as padded rows, those of one prompt side by side; `answer_B` are their places."""
+
+    ids_BS: torch.Tensor
+    lengths_B: torch.Tensor
+    prompt_lengths_B: torch.Tensor
+    answer_B: torch.Tensor
+
+
+def collate_answers(answers: Sequence[Answer], places: Iterable[int]) -> AnswerBatch:
+    """The answers at `places`, each once, as one batch on the CPU."""
+    order = in_order(answers, places)
+    chosen = [answers[place] for place in order]
+    ids_BS, lengths_B = pad_right([(*one.prompt_ids, *one.completion_ids) for one in chosen], 0)
+    prompt_lengths_B = torch.tensor([len(one.prompt_ids) for one in chosen])
+    return AnswerBatch(ids_BS, lengths_B, prompt_lengths_B, torch.tensor(order))
+
+
+def in_order(answers: Sequence[Answer], places: Iterable[int]) -> list[int]:
+    """The distinct `places`, those of one prompt side by side, so that a prompt can be computed once."""
+    return sorted(set(places), key=lambda place: (answers[place].prompt_ids, place))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """Tokens that a prompt and a completion may have together; with `truncates` a longer prompt loses its beginning."""
+
+    max_tokens: int
+    truncates: bool = False
+
+
+def encode_pairs(
+    items: Sequence[Pair | Ranking],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: TokenLimit,
+    table: AnswerTable,
+    bad: BadRows,
+) -> list[AnswerPair]:
+    """The items as pairs of places in `table`, in order, each ranking as every two of its completions.
+
+    Two texts without a prompt have the words that both begin with as one. Items beyond `limit`, without a prompt, or
+    that the chat template refuses, go to `bad`, for its owner to check.
+    Raises ModelError for messages without a chat template.
+    """
+
+    def encode(item: Pair | Ranking) -> list[AnswerPair]:
+        item = with_shared_opening(item) if isinstance(item, Pair) else item
+        pairs = pairs_of(item)
+        texts = [side for pair in pairs for side in (("chosen", pair.chosen), ("rejected", pair.rejected))]
+        if not item.prompt.content and any(_begins_a_conversation(text) for _, text in texts):
+            raise RowError("`chosen` and `rejected` share no prompt; give two answers to the same messages")
+        places = _places(item.prompt, texts, tokenizer, limit, table)
+        sides = list(zip(pairs, places[::2], places[1::2], strict=True))
+        for pair, *both in sides:
+            check_differ(both, ("chosen", "rejected"), (1, 1 if pair.tie else 2))
+        return [AnswerPair(item.prompt.id, chosen, rejected, pair.tie) for pair, chosen, rejected in sides]
+
+    return list(chain.from_iterable(usable(items, encode, bad, "pairs")))
+
+
+def encode_labels(
+    items: Sequence[Judgement | Pair | Ranking],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: TokenLimit,
+    table: AnswerTable,
+    bad: BadRows,
+) -> list[AnswerLabel]:
+    """The judgements of the items as labels of places in `table`, in order; errors as in `encode_pairs`."""
+
+    def encode(item: Judgement | Pair | Ranking) -> list[AnswerLabel]:
+        judgements = judgements_of(item)
+        texts = [("completion", one.completion) for one in judgements]
+        places = _places(item.prompt, texts, tokenizer, limit, table)
+        if not isinstance(item, Judgement):
+            for both in zip(places[::2], places[1::2], strict=True):
+                check_differ(both, ("chosen", "rejected"), (1, 2))
+        labels = zip(places, judgements, strict=True)
+        return [AnswerLabel(item.prompt.id, place, one.is_wanted) for place, one in labels]
+
+    return list(chain.from_iterable(usable(items, encode, bad, "judgements")))
+
+
+def _begins_a_conversation(completion: Text) -> bool:
+    return not isinstance(completion, str) and completion[0]["role"] != "assistant"
+
+
+def _places(
+    prompt: Prompt,
+    texts: Sequence[tuple[str, Text]],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: TokenLimit,
+    table: AnswerTable,
+) -> list[int]:
+    """The places of completions of one prompt, each given with its name in messages."""
+    answers = [encode_answer(tokenizer, prompt, text) for _, text in texts]
+    return [table.place(answer) for answer in fitting(answers, [name for name, _ in texts], limit)]
+
+
+def with_mismatched(
+    units: Sequence[AnswerPair | AnswerLabel], table: AnswerTable, max_tokens: int, seed: int
+) -> list[AnswerLabel]:
+    """The labels among `units` with a completion of another prompt for each, drawn by `seed`: in a shuffled circle that
+    of the next row whose prompt differs, cut to `max_tokens` tokens together with the prompt. Of one prompt alone, -1.
+    """
+    labels = [unit for unit in units if isinstance(unit, AnswerLabel)]
+    answers, order = table.answers, permutation(derive(seed, "mismatched"), 0, len(labels))
+    circle = [answers[labels[index].answer] for index in order]
+    found = list(labels)
+    for position, index in enumerate(order):
+        prompt_ids = circle[position].prompt_ids
+        following = (circle[(position + step) % len(circle)] for step in range(1, len(circle)))
+        other = next((answer for answer in following if answer.prompt_ids != prompt_ids), None)
+        if other is not None:
+            mixed = Answer(prompt_ids, other.completion_ids[: max_tokens - len(prompt_ids)])
+            found[index] = replace(labels[index], mismatched=table.place(mixed))
+    return found
+
+
+def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> Answer:
+    """The answer as token ids, however long. Without a prompt the begin-of-sequence token is the prompt.
+
+    Raises DataError if the chat template refuses it, or if there is neither a prompt nor a begin-of-sequence token.
+    """
+    found = encode_completed(tokenizer, prompt, completion)
+    return Answer(found.prompt_ids, found.completion_ids)
+
+
+def fitting(answers: Sequence[Answer], names: Sequence[str], limit: TokenLimit) -> list[Answer]:
+    """The answers, which have one prompt, each within `limit`.
+
+    If it truncates, all lose the same number of tokens from the beginning of the prompt, so that it stays shared, as in
+    `collate.truncate_left`. One token of it stays: the first token of a completion is predicted from something. Raises
+    RowError, with the name of the answer, for what is too long all the same.
+    """
+    num_cut = 0
+    if limit.truncates and answers:
+        longest = max(len(one.prompt_ids) + len(one.completion_ids) for one in answers)
+        num_cut = max(0, min(longest - limit.max_tokens, len(answers[0].prompt_ids) - 1))
+    cut = [replace(one, prompt_ids=one.prompt_ids[num_cut:]) for one in answers]
+    for answer, name in zip(cut, names, strict=True):
+        num_completion = len(answer.completion_ids)
+        num_tokens = len(answer.prompt_ids) + num_completion
+        if num_tokens > limit.max_tokens and limit.truncates:
+            raise RowError(
+                f"too long: `{name}` has {num_completion} tokens without its prompt, of which one must be left, and "
+                f"the limit is {limit.max_tokens} (`pairs.max_tokens`, or the model's context if that is less); "
+                "shorten the row",
+                "too long",
+            )
+        if num_tokens > limit.max_tokens:
+            raise too_long(name, num_tokens, limit.max_tokens)
+    return cut

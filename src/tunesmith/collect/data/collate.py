@@ -1,0 +1,294 @@
+"""Prompts, pairs and rankings as token ids and right-padded tensors.
+
+Shape legend: B sequences, T positions (right padded), N pairs, R rankings, K completions of a ranking. Lengths say
+where padding begins: the pad id may equal the end-of-sequence id. Tokenizers are those of `models.tokenizer`.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from tunesmith.base.core import seeds
+from tunesmith.base.schema.records import Pair, Prompt, Ranking, Text
+from tunesmith.collect.data.rows import BadRows, RowError, usable
+from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
+
+TokenIds = tuple[int, ...]
+
+EncodePair = Callable[[Prompt, Text], TokenIds]
+"""The ids of a prompt and one of its completions."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPair:
+    """A pair as token ids: prompt and completion together, ending with the end-of-sequence token.
+
+    Example: prompt `Hi` and completions `a`, `b` give `chosen_ids=(72, 97, 2)`, `rejected_ids=(72, 98, 2)`.
+    """
+
+    prompt_id: str
+    chosen_ids: TokenIds
+    rejected_ids: TokenIds
+    margin: float | None = None
+    tie: bool = False
+
+    @property
+    def sequences(self) -> tuple[TokenIds, ...]:
+        """Both sides."""
+        return self.chosen_ids, self.rejected_ids
+
+    @property
+    def decided(self) -> Sequence[tuple[TokenIds, TokenIds]]:
+        """The better and the worse sequence; empty for a tie."""
+        return () if self.tie else ((self.chosen_ids, self.rejected_ids),)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRanking:
+    """A ranking as token ids: prompt and completion together for each completion, and their places, 1 the best.
+
+    Example: `sequences=((72, 97, 2), (72, 98, 2), (72, 99, 2))` with `ranks=(1, 2, 2)`.
+    """
+
+    prompt_id: str
+    sequences: tuple[TokenIds, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def decided(self) -> Sequence[tuple[TokenIds, TokenIds]]:
+        """Every two sequences of different places, the better one first."""
+        return [(pair.chosen_ids, pair.rejected_ids) for pair in self.pairs() if not pair.tie]
+
+    def pairs(self) -> list[EncodedPair]:
+        """Every two sequences as a pair, those of one place as a tie."""
+        order = sorted(range(len(self.ranks)), key=lambda index: self.ranks[index])
+        return [
+            EncodedPair(self.prompt_id, self.sequences[a], self.sequences[b], tie=self.ranks[a] == self.ranks[b])
+            for a, b in itertools.combinations(order, 2)
+        ]
+
+
+Encoded = EncodedPair | EncodedRanking
+
+
+@dataclass(frozen=True, slots=True)
+class PairBatch:
+    """N pairs as B distinct sequences; `chosen_N` and `rejected_N` say which row is which side.
+
+    A completion that is in several pairs is one row, scored once (Ouyang et al. 2022, section 3.5). `margin_N` is 0
+    where a pair has none. Example: the pairs (a, b) and (a, c) give rows a, b, c; `chosen_N` is [0, 0], `rejected_N` is
+    [1, 2].
+    """
+
+    ids_BT: torch.Tensor
+    lengths_B: torch.Tensor
+    chosen_N: torch.Tensor
+    rejected_N: torch.Tensor
+    margin_N: torch.Tensor
+    tie_N: torch.Tensor
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs in the batch."""
+        return len(self.tie_N)
+
+
+@dataclass(frozen=True, slots=True)
+class RankingBatch:
+    """R rankings as B distinct sequences; row `index_RK` of the sequences is the k-th completion of a ranking.
+
+    `rank_RK` is its place, 1 the best. Where a ranking has fewer completions, both are 0. The places stay on the CPU,
+    where losses read them.
+    """
+
+    ids_BT: torch.Tensor
+    lengths_B: torch.Tensor
+    index_RK: torch.Tensor
+    rank_RK: torch.Tensor
+
+
+def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(ids_BT, lengths_B)`, int64, on the CPU: sequences padded at the end to the longest, and their own lengths."""
+    lengths = [len(sequence) for sequence in sequences]
+    width = max(lengths, default=0)
+    rows = [[*sequence, *[pad_id] * (width - len(sequence))] for sequence in sequences]
+    ids_BT = torch.tensor(rows, dtype=torch.int64).reshape(len(sequences), width)
+    return ids_BT, torch.tensor(lengths, dtype=torch.int64)
+
+
+def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int) -> PairBatch:
+    """The pairs as one padded batch on the CPU; the sides of a pair are adjacent, because they share a prompt."""
+    rows: dict[TokenIds, int] = {}
+    sides = [[rows.setdefault(ids, len(rows)) for ids in (pair.chosen_ids, pair.rejected_ids)] for pair in pairs]
+    chosen, rejected = [side[0] for side in sides], [side[1] for side in sides]
+    ids_BT, lengths_B = pad_right(list(rows), pad_id)
+    margin_N = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float32)
+    tie_N = torch.tensor([pair.tie for pair in pairs], dtype=torch.bool)
+    return PairBatch(ids_BT, lengths_B, torch.tensor(chosen), torch.tensor(rejected), margin_N, tie_N)
+
+
+def collate_rankings(rankings: Sequence[EncodedRanking], pad_id: int) -> RankingBatch:
+    """The rankings as one padded batch on the CPU."""
+    rows: dict[TokenIds, int] = {}
+    indices = [[rows.setdefault(ids, len(rows)) for ids in ranking.sequences] for ranking in rankings]
+    ids_BT, lengths_B = pad_right(list(rows), pad_id)
+    index_RK, _ = pad_right(indices, 0)
+    rank_RK, _ = pad_right([ranking.ranks for ranking in rankings], 0)
+    return RankingBatch(ids_BT, lengths_B, index_RK, rank_RK)
+
+
+def as_rankings(items: Iterable[Encoded]) -> list[EncodedRanking]:
+    """The items with each pair as a ranking of two."""
+    return [
+        EncodedRanking(item.prompt_id, item.sequences, (1, 1 if item.tie else 2))
+        if isinstance(item, EncodedPair)
+        else item
+        for item in items
+    ]
+
+
+def as_pairs(items: Iterable[Encoded]) -> list[EncodedPair]:
+    """The items with each ranking of K completions as K(K-1)/2 pairs."""
+    return [pair for item in items for pair in ([item] if isinstance(item, EncodedPair) else item.pairs())]
+
+
+def encode_preferences(
+    items: Sequence[Pair | Ranking],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    bad: BadRows | None = None,
+    *,
+    truncates: bool = False,
+    encode: EncodePair | None = None,
+) -> list[Encoded]:
+    """The items as token ids, in order, by `encode` if it is given.
+
+    One with a side of more than `max_tokens` is bad (see `rows.usable`), or with `truncates` is cut by `truncate_left`.
+    Raises ModelError for messages without a chat template.
+    """
+    encode_pair = encode or partial(encode_pair_side, tokenizer)
+
+    def encode_item(item: Pair | Ranking) -> Encoded:
+        texts = (
+            {f"completions[{index}]": text for index, text in enumerate(item.completions)}
+            if isinstance(item, Ranking)
+            else {"chosen": item.chosen, "rejected": item.rejected}
+        )
+        sequences = tuple(encode_pair(item.prompt, text) for text in texts.values())
+        if truncates:
+            sequences = truncate_left(sequences, max_tokens)
+        for name, ids in zip(texts, sequences, strict=True):
+            if len(ids) > max_tokens:
+                raise too_long(name, len(ids), max_tokens)
+        if isinstance(item, Ranking):
+            check_differ(sequences, list(texts), item.ranks)
+            return EncodedRanking(item.prompt.id, sequences, item.ranks)
+        check_differ(sequences, list(texts), (1, 1 if item.tie else 2))
+        return EncodedPair(item.prompt.id, *sequences, margin=item.margin, tie=item.tie)
+
+    return usable(items, encode_item, bad, "pairs")
+
+
+def check_differ(encoded: Sequence[object], names: Sequence[str], places: Sequence[object]) -> None:
+    """Raise RowError if completions in different places, each with its name in messages, are the same to a model."""
+    for (one, name, place), (other, other_name, other_place) in itertools.combinations(
+        zip(encoded, names, places, strict=True), 2
+    ):
+        if one == other and place != other_place:
+            raise RowError(
+                f"`{name}` and `{other_name}` are the same to the model, because the chat template or the tokenizer "
+                "drops what differs; remove the row, or change the template",
+                "same completions",
+            )
+
+
+def too_long(name: str, num_tokens: int, max_tokens: int) -> RowError:
+    """The error of a completion, with its name, that is too long together with its prompt."""
+    return RowError(
+        f"too long: prompt and `{name}` have {num_tokens} tokens, the limit is {max_tokens} (`pairs.max_tokens`, or "
+        "the model's context if that is less); shorten the row, or set `pairs.truncate: left`",
+        "too long",
+    )
+
+
+def truncate_left(sequences: Sequence[TokenIds], max_tokens: int) -> tuple[TokenIds, ...]:
+    """The sequences, which begin with one prompt, cut to their last `max_tokens` ids.
+
+    All lose the same number of ids, as long as these belong to what they have in common: the prompt stays shared. An
+    answer that is too long by itself loses its own beginning.
+
+    >>> truncate_left([(1, 2, 3, 4), (1, 2, 5)], 3)
+    ((2, 3, 4), (2, 5))
+    """
+    num_common = next(
+        (place for place, ids in enumerate(zip(*sequences, strict=False)) if len(set(ids)) > 1),
+        min(map(len, sequences)),
+    )
+    num_cut = max(0, min(num_common, max(map(len, sequences)) - max_tokens))
+    return tuple(ids[num_cut:][-max_tokens:] for ids in sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPrompt:
+    """A prompt and its number of tokens."""
+
+    prompt: Prompt
+    num_tokens: int
+
+
+def measure_prompts(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, bad: BadRows | None = None
+) -> list[MeasuredPrompt]:
+    """The prompts of at most `max_tokens` tokens, in order, with their lengths. Others are bad, see `rows.usable`."""
+
+    def measured(prompt: Prompt) -> MeasuredPrompt:
+        length = len(prompt.token_ids or encode_prompt(tokenizer, prompt))
+        if length > max_tokens:
+            raise RowError(
+                f"too long: {length} tokens, the limit is {max_tokens} (`prompts.max_tokens`, or what the model's "
+                "context leaves if that is less); shorten the prompt",
+                "too long",
+            )
+        return MeasuredPrompt(prompt, length)
+
+    return usable(prompts, measured, bad, "prompts")
+
+
+def prefix_prompts(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: tuple[int, int],
+    seed: int,
+    bad: BadRows | None = None,
+) -> list[Prompt]:
+    """Each text cut to its first n tokens, n drawn from `num_tokens` (both ends included) by (seed, index) alone.
+
+    `token_ids` of the result hold the cut, special tokens that the tokenizer puts first not counted; `content` is its
+    text. A shorter text is kept whole. A cut inside a character is moved to the nearest one that is not. Conversations,
+    and texts with fewer tokens than the smaller number, are bad, see `rows.usable`.
+    """
+    low, high = num_tokens
+    special, index = frozenset(tokenizer.all_special_ids), itertools.count()
+
+    def prefix(prompt: Prompt) -> Prompt:
+        draw = random.Random(seeds.derive(seed, "prefix", next(index)))
+        if prompt.is_conversational:
+            raise RowError("a conversation; `prefix_tokens` cuts texts alone, set it to null", "wrong type")
+        ids = encode_prompt(tokenizer, replace(prompt, token_ids=None))
+        num_leading = next((i for i, token in enumerate(ids) if token not in special), len(ids))
+        num_text = len(ids) - num_leading
+        if num_text < low:
+            raise RowError(f"{num_text} tokens; `prefix_tokens` needs {low}, lower it or remove the row", "too short")
+        drawn = draw.randint(low, min(high, num_text))
+        nearest = sorted(range(low, num_text + 1), key=lambda n: (n > high, abs(n - drawn), n))
+        for cut in (ids[: num_leading + n] for n in nearest):
+            content = decode(tokenizer, cut)
+            if not content.endswith("\ufffd"):  # else the cut splits a character
+                return replace(prompt, content=content, token_ids=cut)
+        return replace(prompt, content=decode(tokenizer, ids), token_ids=ids)
+
+    return usable(prompts, prefix, bad, "prompts")

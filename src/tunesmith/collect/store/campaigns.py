@@ -1,0 +1,202 @@
+"""Campaigns, raters and commands: the rows and the rules of changing them. Each function runs in a transaction."""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from tunesmith.base.core.errors import NameTakenError, StoreError
+from tunesmith.collect.store import tables
+from tunesmith.collect.store.content import check_name, check_text, name_key, token_sha256
+from tunesmith.collect.store.queue import refresh_open_items
+from tunesmith.collect.store.records import (
+    Campaign,
+    CampaignSettings,
+    CommandKind,
+    NewRater,
+    PolicyVersion,
+    Rater,
+    Role,
+)
+from tunesmith.collect.store.tables import new_id
+
+_SETTINGS = tuple(field.name for field in fields(CampaignSettings))
+_MAX_OVERLAP = 1000
+
+
+def set_campaign(connection: Connection, settings: CampaignSettings, now: float) -> Campaign:
+    """Create or change the campaign of this name, and reopen it if it was closed."""
+    _check_settings(settings)
+    table = tables.campaigns
+    found = connection.execute(select(table.c.id).where(table.c.name == settings.name)).scalar()
+    if found is None:
+        found = new_id(connection.execute(insert(table).values(**asdict(settings), created_at=now)))
+    else:
+        connection.execute(update(table).where(table.c.id == found).values(**asdict(settings), closed_at=None))
+        # Another overlap opens or closes items.
+        refresh_open_items(connection, int(found), settings.overlap)
+    return campaign(connection, int(found))
+
+
+def campaign(connection: Connection, campaign_id: int) -> Campaign:
+    """The campaign of this id. Raises StoreError if there is none."""
+    found = connection.execute(select(tables.campaigns).where(tables.campaigns.c.id == campaign_id)).first()
+    if found is None:
+        raise StoreError(f"there is no campaign {campaign_id}")
+    return _campaign(found)
+
+
+def all_campaigns(connection: Connection) -> list[Campaign]:
+    """All campaigns, oldest first."""
+    return [_campaign(row) for row in connection.execute(select(tables.campaigns).order_by(tables.campaigns.c.id))]
+
+
+def close_campaign(connection: Connection, campaign_id: int, now: float) -> None:
+    """Set `closed_at`. Raises StoreError if there is no such campaign."""
+    campaign(connection, campaign_id)
+    connection.execute(update(tables.campaigns).where(tables.campaigns.c.id == campaign_id).values(closed_at=now))
+
+
+def add_rater(
+    connection: Connection, name: str, role: Role, invited_by: int | None, expires_at: float | None, now: float
+) -> NewRater:
+    """A new rater and their token; one whom imported votes brought, and who never had access, gets it now.
+
+    Raises StoreError if the name is taken, in whatever spelling.
+    """
+    if role not in ("rater", "admin"):
+        raise StoreError(f"role {role!r} is unknown; give rater or admin")
+    name = check_name(name.strip(), "the rater's name")
+    token = secrets.token_urlsafe(24)
+    table = tables.raters
+    values = {"role": role, "token_sha256": token_sha256(token), "expires_at": expires_at, "invited_by": invited_by}
+    known = _same_name(connection, name)
+    if known is None:
+        rater_id = new_id(connection.execute(insert(table).values(name=name, created_at=now, **values)))
+    elif known.token_sha256 is None and known.disabled_at is None:
+        rater_id = int(known.id)
+        connection.execute(update(table).where(table.c.id == rater_id).values(**values))
+    else:
+        raise _taken(name, known.name)
+    return NewRater(_rater_of_id(connection, rater_id), token)
+
+
+def rater_of_token(connection: Connection, token: str, now: float) -> Rater | None:
+    """The rater with this token; None for a wrong, expired or disabled one."""
+    table = tables.raters
+    found = connection.execute(select(table).where(table.c.token_sha256 == token_sha256(token))).first()
+    rater = None if found is None else _rater(found)
+    return rater if rater is not None and rater.has_access(now) else None
+
+
+def redeem(
+    connection: Connection, token: str, name: str | None, expires_at: float | None, now: float
+) -> NewRater | None:
+    """The rater of `token` with a fresh token in its place; None for a bad token."""
+    rater = rater_of_token(connection, token, now)
+    if rater is None:
+        return None
+    fresh = secrets.token_urlsafe(24)
+    values: dict[str, object] = {"token_sha256": token_sha256(fresh), "expires_at": expires_at}
+    if name is not None and name != rater.name:
+        values["name"] = check_name(name.strip(), "the rater's name")
+        known = _same_name(connection, name)
+        if known is not None and known.id != rater.id:
+            raise _taken(name, known.name)
+    connection.execute(update(tables.raters).where(tables.raters.c.id == rater.id).values(**values))
+    return NewRater(_rater_of_id(connection, rater.id), fresh)
+
+
+def raters_named(connection: Connection, names: Sequence[str], now: float) -> dict[str, int]:
+    """Id of the rater of each name, in whatever spelling; created without access if missing: for imported votes."""
+    table = tables.raters
+    known = {name_key(row.name): int(row.id) for row in connection.execute(select(table.c.id, table.c.name))}
+    found: dict[str, int] = {}
+    for name in dict.fromkeys(names):
+        key = name_key(name)
+        if key not in known:
+            values = {"name": check_name(name.strip(), "the rater's name"), "role": "rater", "created_at": now}
+            known[key] = new_id(connection.execute(insert(table).values(**values)))
+        found[name] = known[key]
+    return found
+
+
+def all_raters(connection: Connection) -> list[Rater]:
+    """All raters, oldest first."""
+    return [_rater(row) for row in connection.execute(select(tables.raters).order_by(tables.raters.c.id))]
+
+
+def disable_rater(connection: Connection, rater_id: int, now: float) -> None:
+    """Set `disabled_at`. Raises StoreError if there is no such rater."""
+    _rater_of_id(connection, rater_id)
+    connection.execute(update(tables.raters).where(tables.raters.c.id == rater_id).values(disabled_at=now))
+
+
+def add_command(connection: Connection, kind: CommandKind, argument: str, rater_id: int, now: float) -> int:
+    """Id of a new command. Raises StoreError for an unknown kind."""
+    if kind != "rollback":
+        raise StoreError(f"command {kind!r} is unknown; there is rollback")
+    check_text(argument, "the command's argument")
+    values = {"kind": kind, "argument": argument, "rater_id": rater_id, "created_at": now}
+    return new_id(connection.execute(insert(tables.commands).values(**values)))
+
+
+def copy_versions(connection: Connection, versions: Sequence[PolicyVersion]) -> None:
+    """Add or replace the copies of the trainer's versions."""
+    table = tables.shown_versions
+    for version in versions:
+        connection.execute(delete(table).where(table.c.version == version.version))
+        connection.execute(insert(table).values(**asdict(version)))
+
+
+def _check_settings(settings: CampaignSettings) -> None:
+    check_name(settings.name, "the campaign's name")
+    check_text(settings.guidelines, "the campaign's guidelines")
+    for name in ("lease_s", "undo_s", "gold_share"):
+        number = getattr(settings, name)
+        if not math.isfinite(number) or number < 0:
+            raise StoreError(f"{name} is {number}; it must be finite and at least 0")
+    if settings.lease_s == 0:
+        raise StoreError("lease_s is 0; give the seconds for which a pair is leased to one rater")
+    if settings.gold_share > 0.5:
+        raise StoreError(f"gold_share is {settings.gold_share}; it must be at most 0.5")
+    if not 1 <= settings.overlap <= _MAX_OVERLAP:
+        raise StoreError(f"overlap is {settings.overlap}; it must be from 1 to {_MAX_OVERLAP}")
+    if settings.max_votes_per_rater < 0:
+        raise StoreError(f"max_votes_per_rater is {settings.max_votes_per_rater}; give 0 for no limit, or more")
+    if settings.kind not in ("pair", "ranking"):
+        raise StoreError(f"kind {settings.kind!r} is unknown; give pair or ranking")
+    if settings.answer_style not in ("raw", "markdown"):
+        raise StoreError(f"answer_style {settings.answer_style!r} is unknown; give raw or markdown")
+
+
+def _same_name(connection: Connection, name: str) -> Any | None:
+    """The row of the rater with this name in whatever spelling: the exact one first."""
+    key = name_key(name)
+    rows = connection.execute(select(tables.raters).order_by(tables.raters.c.id)).all()
+    same = [row for row in rows if name_key(row.name) == key]
+    return next((row for row in same if row.name == name), next(iter(same), None))
+
+
+def _taken(name: str, known: str) -> NameTakenError:
+    spelt = "" if name == known else f" by {known!r}"
+    return NameTakenError(f"the name {name!r} is taken{spelt}; choose another")
+
+
+def _rater_of_id(connection: Connection, rater_id: int) -> Rater:
+    found = connection.execute(select(tables.raters).where(tables.raters.c.id == rater_id)).first()
+    if found is None:
+        raise StoreError(f"there is no rater {rater_id}")
+    return _rater(found)
+
+
+def _campaign(row: Any) -> Campaign:
+    settings = CampaignSettings(**{name: getattr(row, name) for name in _SETTINGS})
+    return Campaign(row.id, settings, row.created_at, row.closed_at)
+
+
+def _rater(row: Any) -> Rater:
+    return Rater(**{field.name: getattr(row, field.name) for field in fields(Rater)})

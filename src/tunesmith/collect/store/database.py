@@ -1,0 +1,309 @@
+"""Database connections: one writing process, which owns and migrates the file, and read-only access for all others.
+
+A file has one writing connection, which alone checkpoints its write-ahead log: SQLite before 3.51.3 can corrupt a log
+that two connections write and checkpoint.
+"""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from urllib.parse import quote
+
+from filelock import FileLock, Timeout
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.pool import QueuePool, StaticPool
+
+from tunesmith.base.core.errors import MissingDependencyError, StoreError, StoreInUseError
+from tunesmith.base.core.log import get_logger
+from tunesmith.base.runs.environment import NETWORK_FILE_SYSTEMS, file_system
+from tunesmith.collect.store.tables import runs_metadata, votes_metadata
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+_log = get_logger(__name__)
+
+DatabaseName = Literal["votes", "runs"]
+T = TypeVar("T")
+
+REVISIONS: dict[DatabaseName, tuple[str, ...]] = {"votes": ("votes_0001",), "runs": ("runs_0001",)}
+"""Schema revisions that this release knows, oldest first: the names of the scripts in `migrations/`."""
+
+_METADATA = {"votes": votes_metadata, "runs": runs_metadata}
+
+BUSY_TIMEOUT_S = 10.0
+_LOCK_TIMEOUT_S = 0.2
+_CACHE_KB = 64 * 1024
+_VERSION_TABLE = "alembic_version"
+_READ_BY_CURSOR = ("offers", "metrics", "jobs", "votes", "rankings", "demonstrations", "commands")
+
+
+class Closeable:
+    """Base of objects that are closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Release the file and all connections. Harmless if called twice."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class OwnedDatabase(Closeable):
+    """The writing connection to a database, migrated to the tables of this release.
+
+    For one thread at a time. `durable` syncs each commit to the disk; without it the last commits may be lost if the
+    machine (not the process) crashes.
+    """
+
+    def __init__(self, place: str | Path, name: DatabaseName, *, durable: bool) -> None:
+        self.place = str(place)
+        path = file_of(place)
+        with ExitStack() as stack:
+            if path is not None:
+                stack.callback(_lock(path).release)
+            engine = _url_engine(str(place)) if path is None else _writing_engine(path, durable=durable)
+            stack.callback(engine.dispose)
+            try:
+                self.connection = stack.enter_context(engine.connect())
+                _migrate(self.connection, name, self.place)
+            except DBAPIError as error:
+                raise failure(self.place, error) from error
+            self._resources = stack.pop_all()
+
+    def close(self) -> None:
+        """Close the connection and release the lock."""
+        self._resources.close()
+
+
+class ReadOnlyDatabase(Closeable):
+    """Read-only connections to a database that another process writes. A missing file or table reads as empty.
+
+    Safe to use from any number of threads.
+    """
+
+    name: DatabaseName
+
+    @classmethod
+    def open(cls, path_or_url: str | Path) -> Self:
+        """A reader of the file, which may appear later. Its calls raise StoreError if another release wrote it."""
+        return cls(path_or_url)
+
+    def __init__(self, place: str | Path) -> None:
+        self.place = str(place)
+        self._path = file_of(place)
+        self._engine = _url_engine(str(place)) if self._path is None else _reading_engine(self._path)
+        self._lock = threading.Lock()
+        self._checked: object = None
+
+    def read(self, query: Callable[[Connection], T], nothing: T) -> T:
+        """The result of `query` on a snapshot of the database, or `nothing` if there is no database yet.
+
+        Raises StoreError if the database is damaged or of another release.
+        """
+        if not self._is_there():
+            return nothing
+        try:
+            with self._engine.connect() as connection, connection.begin():
+                return query(connection)
+        except DBAPIError as error:
+            if self._path is not None and not self._path.exists():
+                return nothing
+            raise failure(self.place, error) from error
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    def _is_there(self) -> bool:
+        """True if the database has its tables. A file that was replaced (another inode) is checked again."""
+        identity: object = "url"
+        if self._path is not None:
+            try:
+                facts = self._path.stat()
+            except OSError:
+                return False
+            identity = (facts.st_dev, facts.st_ino)
+        with self._lock:
+            if self._checked == identity:
+                return True
+            self._engine.dispose()
+            try:
+                with self._engine.connect() as connection, connection.begin():
+                    revision = _revision(connection, self.name, self.place, may_hold_others=True)
+            except DBAPIError as error:
+                raise failure(self.place, error) from error
+            if revision is None:
+                return False
+            if revision != REVISIONS[self.name][-1]:
+                raise StoreError(
+                    f"{self.place} was written by an older release; start the process that owns it with this one first"
+                )
+            self._checked = identity
+            return True
+
+
+def or_now(now: float | None) -> float:
+    """`now`, or the clock's seconds since the epoch."""
+    return time.time() if now is None else now
+
+
+def failure(place: str, error: DBAPIError) -> StoreError:
+    """A database error as a StoreError that says what to do."""
+    cause = str(error.orig)
+    if "not a database" in cause or "malformed" in cause:
+        return StoreError(f"{place} is damaged or no database ({cause}); put a backup in its place, or move it away")
+    if "readonly" in cause or "unable to open" in cause:
+        return StoreError(f"{place} cannot be opened or written ({cause}); check the folder and its permissions")
+    if "locking protocol" in cause:
+        return StoreError(f"{place} cannot be locked ({cause}); keep it on a local disk")
+    if "full" in cause:
+        return StoreError(f"{place} cannot be written ({cause}); free some space")
+    return StoreError(f"{place}: the database failed: {cause}")
+
+
+def file_of(place: str | Path) -> Path | None:
+    """The path of a file, None for the URL of a database server."""
+    if isinstance(place, Path) or "://" not in place:
+        return Path(place).expanduser().absolute()
+    if place.startswith("sqlite"):
+        raise StoreError(f"{place} is the URL of a file; give its path")
+    return None
+
+
+def _lock(path: Path) -> FileLock:
+    lock = FileLock(f"{path}.lock", thread_local=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=_LOCK_TIMEOUT_S, poll_interval=0.02)
+    except Timeout:
+        raise StoreInUseError(f"{path} is in use by another process, which alone may write it; stop that one") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+    return lock
+
+
+def _writing_engine(path: Path, *, durable: bool) -> Engine:
+    # A write-ahead log has its index in memory that all readers share, which a network's file systems cannot give them.
+    kind = file_system(path.parent)
+    is_remote = kind.startswith(NETWORK_FILE_SYSTEMS)
+    if is_remote:
+        _log.warning(f"{path} is on {kind}, where SQLite depends on the server's locks; prefer a local disk")
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection.execute(f"PRAGMA journal_mode={'DELETE' if is_remote else 'WAL'}")
+        connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        connection.execute("PRAGMA foreign_keys=ON")
+        # An import touches most pages of an index whose keys are random; pages that do not fit are written twice.
+        connection.execute(f"PRAGMA cache_size=-{_CACHE_KB}")
+        return connection
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=StaticPool)
+    # Immediate: upgrading a read lock later could fail with SQLITE_BUSY.
+    _begin_with(engine, "BEGIN IMMEDIATE")
+    return engine
+
+
+def _reading_engine(path: Path) -> Engine:
+    url = f"file:{quote(str(path))}?mode=ro"
+
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect(url, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=QueuePool)
+    _begin_with(engine, "BEGIN")
+    return engine
+
+
+def _begin_with(engine: Engine, statement: str) -> None:
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql(statement)
+
+    event.listen(engine, "begin", begin)
+
+
+def _url_engine(url: str) -> Engine:
+    try:
+        return create_engine(make_url(url))
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise StoreError(f"{url!r} is no database URL ({error}); give a path, or postgresql+psycopg://...") from error
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(f"{url} needs the package {error.name!r}; install it") from error
+
+
+def _migrate(connection: Connection, name: DatabaseName, place: str) -> None:
+    """Give a database the tables of this release, in one transaction: a new one from `tables.py`, an older one by the
+    scripts that its revision lacks (the Alembic cookbook's "Building an Up to Date Database from Scratch").
+
+    Raises StoreError if it is of a newer release, or not one of ours.
+    """
+    with connection.begin():
+        revision = _revision(connection, name, place)
+        if revision == REVISIONS[name][-1]:
+            return
+        # Imported here because most starts find the tables up to date.
+        from alembic import command
+
+        if revision is not None:
+            command.upgrade(_alembic_config(connection, name), "head")
+            return
+        _METADATA[name].create_all(connection)
+        command.stamp(_alembic_config(connection, name), "head")
+        if connection.dialect.name == "sqlite":
+            _start_ids_at_now(connection)
+
+
+def _revision(connection: Connection, name: DatabaseName, place: str, *, may_hold_others: bool = False) -> str | None:
+    tables = inspect(connection).get_table_names()
+    if _VERSION_TABLE not in tables:
+        if tables and not may_hold_others:
+            raise StoreError(
+                f"{place} is a database of something else (tables {', '.join(tables[:5])}); choose another"
+            )
+        return None
+    revision = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()
+    if revision is None or revision in REVISIONS[name]:
+        return None if revision is None else str(revision)
+    other = str(revision).partition("_")[0]
+    if other != name and other in REVISIONS:
+        raise StoreError(f"{place} holds {other}, not {name}; was one file put in the place of the other?")
+    raise StoreError(
+        f"{place} was written by a newer release (tables {revision}, known are up to {REVISIONS[name][-1]}); "
+        "update tunesmith, or choose another folder"
+    )
+
+
+def _alembic_config(connection: Connection, name: DatabaseName) -> "Config":
+    from alembic.config import Config
+
+    folder = Path(__file__).parent / "migrations"
+    config = Config()
+    config.set_main_option("path_separator", "newline")
+    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    config.set_main_option("version_locations", str(folder / name).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _start_ids_at_now(connection: Connection) -> None:
+    """Start ids that readers keep as cursors at the microseconds since the epoch.
+
+    Then ids also grow from one file to its replacement, so cursors stay valid. They are exact in JavaScript until the
+    year 2255.
+    """
+    start = int(time.time() * 1e6)
+    for table in inspect(connection).get_table_names():
+        if table in _READ_BY_CURSOR:
+            connection.execute(
+                text("INSERT INTO sqlite_sequence (name, seq) VALUES (:name, :seq)"), {"name": table, "seq": start}
+            )

@@ -1,0 +1,347 @@
+"""Tables of `votes.db` and `runs.db`, in portable SQL types.
+
+Times are seconds since the epoch (UTC) as double precision; nested values are JSON text. Ids grow and are never reused,
+so a reader's cursor is an id. Clients see random tokens, never ids.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Connection,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+    insert,
+    text,
+)
+
+from tunesmith.collect.store.content import decode_json, encode_json
+
+_NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+_ID = BigInteger().with_variant(Integer, "sqlite")
+"""SQLite autoincrements only columns of the type INTEGER."""
+
+votes_metadata = MetaData(naming_convention=_NAMES)
+"""The tables of `votes.db`, which the server writes."""
+
+runs_metadata = MetaData(naming_convention=_NAMES)
+"""The tables of `runs.db`, which the trainer writes."""
+
+
+class _Json(TypeDecorator[Any]):
+    """JSON text of nested values; arrays are read as tuples."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> str | None:
+        return None if value is None else encode_json(value)
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        return None if value is None else decode_json(value)
+
+
+def new_id(result: Any) -> int:
+    """Id of the row that an INSERT added."""
+    return int(result.inserted_primary_key[0])
+
+
+def insert_rows(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Ids of `rows`, which are inserted in this order by as few statements as there can be."""
+    if not rows:
+        return []
+    if connection.dialect.name != "sqlite":
+        return list(
+            connection.execute(insert(table).returning(table.c.id, sort_by_parameter_order=True), rows).scalars()
+        )
+    # SQLite inserts rows one by one where ids are asked for. There is one writer, so the next ids are known beforehand.
+    last = connection.execute(text("SELECT seq FROM sqlite_sequence WHERE name = :name"), {"name": table.name}).scalar()
+    first = int(last or 0) + 1
+    connection.execute(insert(table), [{"id": first + place, **row} for place, row in enumerate(rows)])
+    return list(range(first, first + len(rows)))
+
+
+def _id() -> Column[int]:
+    return Column("id", _ID, primary_key=True, autoincrement=True)
+
+
+def _time(name: str, *, nullable: bool = False) -> Column[float]:
+    return Column(name, Double, nullable=nullable)
+
+
+def _presentation_answers(name: str, *columns: Column[Any]) -> Table:
+    """An append-only table of revisions: the highest one of a presentation is effective."""
+    return Table(
+        name,
+        votes_metadata,
+        _id(),
+        _reference("presentation_id", "presentations.id"),
+        *columns,
+        _time("created_at"),
+        Column("request_key", String(200), nullable=True),
+        UniqueConstraint("presentation_id", "revision"),
+        UniqueConstraint("presentation_id", "request_key"),
+        sqlite_autoincrement=True,
+    )
+
+
+def _verdicts(name: str, *columns: Column[Any]) -> Table:
+    """A table of judgements, with `columns` for what was chosen."""
+    return _presentation_answers(
+        name,
+        Column("revision", Integer, nullable=False),
+        Column("verdict", String(16), nullable=False),
+        Column("reason", Text, nullable=False),
+        *columns,
+        Column("dwell_ms", Integer, nullable=True),
+    )
+
+
+def _reference(name: str, target: str, *, nullable: bool = False) -> Column[int]:
+    return Column(name, _ID, ForeignKey(target), nullable=nullable)
+
+
+campaigns = Table(
+    "campaigns",
+    votes_metadata,
+    _id(),
+    Column("name", String(200), nullable=False, unique=True),
+    Column("guidelines", Text, nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("overlap", Integer, nullable=False),
+    Column("lease_s", Double, nullable=False),
+    Column("undo_s", Double, nullable=False),
+    Column("max_votes_per_rater", Integer, nullable=False),
+    Column("gold_share", Double, nullable=False),
+    Column("answer_style", String(16), nullable=False),
+    _time("created_at"),
+    _time("closed_at", nullable=True),
+    CheckConstraint("overlap >= 1", name="overlap"),
+    CheckConstraint("answer_style IN ('raw', 'markdown')", name="answer_style"),
+    sqlite_autoincrement=True,
+)
+
+raters = Table(
+    "raters",
+    votes_metadata,
+    _id(),
+    Column("name", String(200), nullable=False, unique=True),
+    Column("role", String(16), nullable=False),
+    Column("token_sha256", String(64), nullable=True, unique=True),
+    _reference("invited_by", "raters.id", nullable=True),
+    _time("created_at"),
+    _time("expires_at", nullable=True),
+    _time("disabled_at", nullable=True),
+    CheckConstraint("role IN ('rater', 'admin')", name="role"),
+    sqlite_autoincrement=True,
+)
+
+prompts = Table(
+    "prompts",
+    votes_metadata,
+    _id(),
+    _reference("campaign_id", "campaigns.id"),
+    Column("content_json", _Json, nullable=False),
+    Column("sha256", String(64), nullable=False),
+    UniqueConstraint("campaign_id", "sha256"),
+    sqlite_autoincrement=True,
+)
+
+candidates = Table(
+    "candidates",
+    votes_metadata,
+    _id(),
+    _reference("prompt_id", "prompts.id"),
+    Column("text", Text, nullable=False),
+    Column("token_ids_json", _Json, nullable=True),
+    Column("logps_json", _Json, nullable=True),
+    Column("weight_version", Integer, nullable=True),
+    Column("source_id", String(200), nullable=False),
+    sqlite_autoincrement=True,
+)
+
+items = Table(
+    "items",
+    votes_metadata,
+    _id(),
+    _reference("campaign_id", "campaigns.id"),
+    _reference("prompt_id", "prompts.id"),
+    Column("kind", String(16), nullable=False),
+    Column("is_gold", Boolean, nullable=False),
+    _reference("gold_candidate_id", "candidates.id", nullable=True),
+    Column("heldout", Boolean, nullable=False),
+    # An id of `runs.db`, hence no foreign key.
+    Column("offer_id", _ID, nullable=True),
+    # True while the item needs votes. Derived from presentations and campaign; stored for `ix_items_queue`.
+    Column("is_open", Boolean, nullable=False),
+    _time("retired_at", nullable=True),
+    CheckConstraint("kind IN ('pair', 'ranking')", name="kind"),
+    UniqueConstraint("campaign_id", "offer_id"),
+    Index("ix_items_queue", "campaign_id", "is_open", "is_gold", "offer_id", "id"),
+    Index("ix_items_prompt_id", "prompt_id"),
+    sqlite_autoincrement=True,
+)
+
+item_candidates = Table(
+    "item_candidates",
+    votes_metadata,
+    Column("item_id", _ID, ForeignKey("items.id"), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    _reference("candidate_id", "candidates.id"),
+)
+
+presentations = Table(
+    "presentations",
+    votes_metadata,
+    _id(),
+    _reference("item_id", "items.id"),
+    _reference("rater_id", "raters.id"),
+    Column("token", String(43), nullable=False, unique=True),
+    Column("order_json", _Json, nullable=False),
+    # That of the order; negative if the order was given.
+    Column("seed", _ID, nullable=False),
+    _time("shown_at"),
+    # Equal to `shown_at` for a vote that was made elsewhere.
+    _time("lease_until"),
+    Column("state", String(16), nullable=False),
+    # The same rater never gets an item twice.
+    UniqueConstraint("item_id", "rater_id"),
+    CheckConstraint("state IN ('open', 'done', 'skipped', 'expired')", name="state"),
+    Index("ix_presentations_rater_state", "rater_id", "state"),
+    sqlite_autoincrement=True,
+)
+
+votes = _verdicts(
+    "votes",
+    _reference("chosen_candidate_id", "candidates.id", nullable=True),
+    _reference("rejected_candidate_id", "candidates.id", nullable=True),
+)
+"""Votes on pairs. The verdict `withdrawn` cancels the earlier vote."""
+
+# One rank per candidate in the order of the item; null for the verdicts `skip` and `withdrawn`.
+rankings = _verdicts("rankings", Column("ranks_json", _Json, nullable=True))
+
+demonstrations = _presentation_answers(
+    "demonstrations",
+    _reference("prompt_id", "prompts.id"),
+    _reference("rater_id", "raters.id"),
+    Column("text", Text, nullable=False),
+    Column("revision", Integer, nullable=False),
+)
+
+commands = Table(
+    "commands",
+    votes_metadata,
+    _id(),
+    Column("kind", String(32), nullable=False),
+    Column("argument", Text, nullable=False),
+    _reference("rater_id", "raters.id"),
+    _time("created_at"),
+    sqlite_autoincrement=True,
+)
+
+
+def _policy_versions(metadata: MetaData) -> Table:
+    return Table(
+        "policy_versions",
+        metadata,
+        Column("version", Integer, primary_key=True, autoincrement=False),
+        _time("created_at"),
+        Column("parent", Integer, nullable=True),
+        Column("path", Text, nullable=False),
+        Column("heldout_accuracy", Double, nullable=True),
+        Column("win_rate", Double, nullable=True),
+        Column("win_rate_low", Double, nullable=True),
+        Column("win_rate_high", Double, nullable=True),
+        Column("num_votes", Integer, nullable=False),
+        Column("kl", Double, nullable=True),
+        Column("accepted", Boolean, nullable=False),
+        Column("serving", Boolean, nullable=False),
+        Column("note", Text, nullable=False),
+    )
+
+
+shown_versions = _policy_versions(votes_metadata)
+"""The server's copy, so that `votes.db` can be read without `runs.db`."""
+
+policy_versions = _policy_versions(runs_metadata)
+
+offers = Table(
+    "offers",
+    runs_metadata,
+    _id(),
+    Column("version", Integer, nullable=False),
+    Column("heldout", Boolean, nullable=False),
+    Column("prompt_json", _Json, nullable=False),
+    # Offers with a smaller id are stale from this one on.
+    Column("retires_before", _ID, nullable=False),
+    _time("created_at"),
+    sqlite_autoincrement=True,
+)
+
+offer_candidates = Table(
+    "offer_candidates",
+    runs_metadata,
+    Column("offer_id", _ID, ForeignKey("offers.id"), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("text", Text, nullable=False),
+    Column("token_ids_json", _Json, nullable=True),
+    Column("logps_json", _Json, nullable=True),
+    Column("source_id", String(200), nullable=False),
+)
+
+metrics = Table(
+    "metrics",
+    runs_metadata,
+    _id(),
+    Column("step", Integer, nullable=False),
+    Column("time", Double, nullable=False),
+    Column("name", String(200), nullable=False),
+    # Null if not finite.
+    Column("value", Double, nullable=True),
+    # A covering index: a series is read from it alone.
+    Index("ix_metrics_name_id_value", "name", "id", "value"),
+    sqlite_autoincrement=True,
+)
+
+jobs = Table(
+    "jobs",
+    runs_metadata,
+    _id(),
+    Column("kind", String(64), nullable=False),
+    Column("state", String(32), nullable=False),
+    _time("created_at"),
+    _time("ended_at", nullable=True),
+    Column("detail_json", _Json, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+heartbeat = Table(
+    "heartbeat",
+    runs_metadata,
+    # A single row, which is replaced.
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("pid", Integer, nullable=False),
+    Column("host", String(200), nullable=False),
+    Column("time", Double, nullable=False),
+    Column("state", String(64), nullable=False),
+)

@@ -1,0 +1,306 @@
+"""`VoteReader`: read access to `votes.db` for every process, which never writes or checkpoints it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Table, exists, func, or_, select
+
+from tunesmith.base.core.errors import StoreError
+from tunesmith.base.schema.records import Text
+from tunesmith.collect.store import campaigns, vote_stats
+from tunesmith.collect.store.content import prompt_sha256
+from tunesmith.collect.store.database import ReadOnlyDatabase, or_now
+from tunesmith.collect.store.items import candidates_of_items
+from tunesmith.collect.store.queue import SHOWN_ELSEWHERE, knows_side, load_presentations
+from tunesmith.collect.store.records import (
+    MARGIN_BETTER,
+    MARGIN_MUCH,
+    Answered,
+    Campaign,
+    Candidate,
+    Command,
+    ExportRow,
+    PreferenceName,
+    Presentation,
+    Progress,
+    Rater,
+    Stored,
+    StoredDemonstration,
+    StoredRanking,
+    StoredVerdict,
+    StoredVote,
+)
+from tunesmith.collect.store.tables import (
+    commands,
+    demonstrations,
+    items,
+    presentations,
+    prompts,
+    rankings,
+    raters,
+    votes,
+)
+
+Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration)
+
+_PAGE = 500
+_PREFERENCES: dict[StoredVerdict, PreferenceName] = {
+    "left_much": "much_better",
+    "right_much": "much_better",
+    "left": "better",
+    "right": "better",
+    "tie": "tie",
+    "both_bad": "both_bad",
+}
+_MARGINS = {"much_better": MARGIN_MUCH, "better": MARGIN_BETTER}
+_PROMPT_ID_LENGTH = 16
+
+
+class VoteReader(ReadOnlyDatabase):
+    """Votes and commands by cursor."""
+
+    name = "votes"
+
+    def votes_after(
+        self, cursor: int, limit: int = 1000, campaign_id: int | None = None, *, changes: bool = True
+    ) -> list[StoredVote]:
+        """Effective votes with an id above `cursor`, in order; pass the last one's id as the next cursor.
+
+        A changed vote is returned again with a higher `revision`, an undone one with the verdict `withdrawn`: each
+        replaces the earlier one of the same `presentation_id`. Skips are returned only as such replacements. With
+        `changes=False` skipped and withdrawn votes are left out.
+        """
+
+        def read(connection: Connection) -> list[StoredVote]:
+            rows = _effective(connection, votes, cursor, limit, campaign_id, changes=changes)
+            answers = candidates_of_items(connection, [row.item_id for row in rows])
+            return [_stored_vote(row, answers[row.item_id]) for row in rows]
+
+        return self.read(read, [])
+
+    def rankings_after(
+        self, cursor: int, limit: int = 1000, campaign_id: int | None = None, *, changes: bool = True
+    ) -> list[StoredRanking]:
+        """As `votes_after`, for rankings; undone ones have no `ranks`."""
+
+        def read(connection: Connection) -> list[StoredRanking]:
+            rows = _effective(connection, rankings, cursor, limit, campaign_id, changes=changes)
+            answers = candidates_of_items(connection, [row.item_id for row in rows])
+            return [_stored_ranking(row, answers[row.item_id]) for row in rows]
+
+        return self.read(read, [])
+
+    def demonstrations_after(
+        self, cursor: int, limit: int = 1000, campaign_id: int | None = None
+    ) -> list[StoredDemonstration]:
+        """As `votes_after`, for answers that raters wrote."""
+
+        def read(connection: Connection) -> list[StoredDemonstration]:
+            rows = _effective(connection, demonstrations, cursor, limit, campaign_id, changes=True)
+            return [StoredDemonstration(text=row.text, **_common(row)) for row in rows]
+
+        return self.read(read, [])
+
+    def commands_after(self, cursor: int, limit: int = 100) -> list[Command]:
+        """Commands with an id above `cursor`, in order."""
+        query = select(commands).where(commands.c.id > cursor).order_by(commands.c.id).limit(limit)
+        return self.read(lambda c: [Command(**row) for row in c.execute(query).mappings()], [])
+
+    def campaigns(self) -> list[Campaign]:
+        """All campaigns, oldest first."""
+        return self.read(campaigns.all_campaigns, [])
+
+    def campaign_named(self, name: str) -> Campaign:
+        """The campaign of this name. Raises StoreError if there is none."""
+        found = {campaign.settings.name: campaign for campaign in self.campaigns()}
+        if name not in found:
+            raise StoreError(f"there is no campaign {name!r}; there are {', '.join(found) or 'none'}")
+        return found[name]
+
+    def raters(self) -> list[Rater]:
+        """All raters, oldest first."""
+        return self.read(campaigns.all_raters, [])
+
+    def rater_of(self, token: str, now: float | None = None) -> Rater | None:
+        """The rater with this access token; None for a wrong, expired or disabled one."""
+        moment = or_now(now)
+        return self.read(lambda c: campaigns.rater_of_token(c, token, moment), None)
+
+    def last_offer_id(self, campaign_id: int) -> int:
+        """Id of the newest ingested offer, 0 if none: the cursor for `RunReader.offers_after`."""
+        query = select(func.max(items.c.offer_id)).where(items.c.campaign_id == campaign_id)
+        return self.read(lambda c: int(c.execute(query).scalar() or 0), 0)
+
+    def progress(self, rater_id: int, campaign_id: int) -> Progress:
+        """Votes and open items of a rater in a campaign. Raises StoreError if there is no such campaign."""
+        return self.read(
+            lambda c: vote_stats.progress(c, rater_id, campaigns.campaign(c, campaign_id)), Progress(0, 0, 0, 0, 0)
+        )
+
+    def answered(self, rater_id: int, campaign_id: int, count: int = 20, before: str = "") -> list[Answered]:
+        """The last `count` presentations on which a rater has voted, which they ranked or skipped, newest first; with
+        `before`, those shown before the presentation of that token. Conversations in the arena are not among them.
+        """
+
+        def read(connection: Connection) -> list[Answered]:
+            campaign = campaigns.campaign(connection, campaign_id)
+            theirs = (presentations.c.rater_id == rater_id, presentations.c.seed != SHOWN_ELSEWHERE)
+            is_answered = presentations.c.state.in_(("done", "skipped")), items.c.campaign_id == campaign_id
+            query = select(presentations.c.id, presentations.c.order_json).select_from(presentations.join(items))
+            query = query.where(*theirs, *is_answered).order_by(presentations.c.id.desc()).limit(count)
+            if before:
+                first = select(presentations.c.id).where(presentations.c.token == before, theirs[0]).scalar_subquery()
+                query = query.where(presentations.c.id < first)
+            rows = connection.execute(query).all()
+            ids = [row.id for row in rows]
+            shown = load_presentations(connection, ids, campaign)
+            last = [_last_of(connection, table, ids) for table in (votes, rankings, demonstrations)]
+            said = [[found.get(id) for found in last] for id in ids]
+            return [_answered(one, row.order_json, *its) for one, row, its in zip(shown, rows, said, strict=True)]
+
+        return self.read(read, [])
+
+    def stats(self, campaign_id: int | None = None, now: float | None = None) -> vote_stats.VoteStats:
+        """Counts, agreement, biases and gold accuracy of one campaign, or of all."""
+        moment = or_now(now)
+        return self.read(lambda c: vote_stats.vote_stats(c, campaign_id, moment), vote_stats.NO_VOTES)
+
+    def export(
+        self, campaign_id: int | None = None, *, include_gold: bool = False, include_bad: bool = True
+    ) -> Iterator[ExportRow]:
+        """Effective votes in the order of their ids, without skipped and withdrawn ones.
+
+        `include_bad=False` also leaves out votes that call both answers bad.
+        """
+        for vote in _pages(lambda cursor: self.votes_after(cursor, _PAGE, campaign_id, changes=False)):
+            if (include_gold or not vote.is_gold) and (include_bad or vote.verdict != "both_bad"):
+                yield _export_row(vote)
+
+    def export_rankings(self, campaign_id: int | None = None) -> Iterator[StoredRanking]:
+        """Effective rankings in the order of their ids."""
+        return _pages(lambda cursor: self.rankings_after(cursor, _PAGE, campaign_id, changes=False))
+
+    def export_demonstrations(self, campaign_id: int | None = None) -> Iterator[StoredDemonstration]:
+        """Effective written answers in the order of their ids."""
+        return _pages(lambda cursor: self.demonstrations_after(cursor, _PAGE, campaign_id))
+
+
+def as_answer(prompt: Text, text: str) -> Text:
+    """An answer in the form of its prompt: text, or a message of the assistant."""
+    return text if isinstance(prompt, str) else ({"role": "assistant", "content": text},)
+
+
+def _pages(read: Callable[[int], Sequence[Record]]) -> Iterator[Record]:
+    """All records that `read(cursor)` returns, page by page."""
+    cursor = 0
+    while page := read(cursor):
+        yield from page
+        cursor = page[-1].id
+
+
+def _effective(
+    connection: Connection, table: Table, cursor: int, limit: int, campaign_id: int | None, *, changes: bool
+) -> Sequence[Any]:
+    """Rows of `table` without a higher revision, joined with their item, prompt and rater.
+
+    A skip or withdrawal of the first revision replaces nothing, so it is left out.
+    """
+    later = table.alias()
+    is_last = ~exists().where(later.c.presentation_id == table.c.presentation_id, later.c.revision > table.c.revision)
+    joined = (
+        table.join(presentations, presentations.c.id == table.c.presentation_id)
+        .join(items, items.c.id == presentations.c.item_id)
+        .join(prompts, prompts.c.id == items.c.prompt_id)
+        .join(raters, raters.c.id == presentations.c.rater_id)
+    )
+    context = (
+        presentations.c.item_id,
+        presentations.c.order_json,
+        knows_side().label("knows_side"),
+        presentations.c.rater_id,
+        items.c.campaign_id,
+        items.c.heldout,
+        items.c.is_gold,
+        items.c.offer_id,
+        prompts.c.content_json.label("prompt"),
+        raters.c.name.label("rater"),
+    )
+    own = [column for column in table.c if column.name not in ("rater_id", "prompt_id")]
+    query = select(*own, *context).select_from(joined).where(table.c.id > cursor, is_last)
+    if "verdict" in table.c:
+        counts = table.c.verdict.not_in(("skip", "withdrawn"))
+        query = query.where(or_(counts, table.c.revision > 1) if changes else counts)
+    if campaign_id is not None:
+        query = query.where(items.c.campaign_id == campaign_id)
+    return connection.execute(query.order_by(table.c.id).limit(limit)).all()
+
+
+def _last_of(connection: Connection, table: Table, presentation_ids: Sequence[int]) -> dict[int, Any]:
+    """The effective row of each of these presentations that has one."""
+    query = select(table).where(table.c.presentation_id.in_(presentation_ids)).order_by(table.c.revision)
+    return {row.presentation_id: row for row in connection.execute(query)}
+
+
+def _answered(shown: Presentation, order: Sequence[int], vote: Any, ranking: Any, demonstration: Any) -> Answered:
+    said = ranking if vote is None else vote
+    ranks = getattr(said, "ranks_json", None) or ()
+    return Answered(
+        shown=shown,
+        verdict=said.verdict,
+        ranks=tuple(ranks[index] for index in order) if ranks else (),
+        reason=said.reason,
+        written="" if demonstration is None else demonstration.text,
+        answered_at=said.created_at,
+    )
+
+
+def _common(row: Any) -> dict[str, Any]:
+    """The fields that all records share."""
+    return {field.name: getattr(row, field.name) for field in fields(Stored)}
+
+
+def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
+    order: tuple[int, int] = row.order_json
+    left, right = (answers[index] for index in order)
+    is_right = row.verdict in ("right", "right_much")
+    chosen, rejected = (right, left) if is_right else (left, right)
+    return StoredVote(
+        verdict=row.verdict,
+        margin=_MARGINS.get(_PREFERENCES.get(row.verdict, ""), 0.0),
+        chosen=chosen,
+        rejected=rejected,
+        is_gold=row.is_gold,
+        offer_id=row.offer_id,
+        dwell_ms=row.dwell_ms,
+        reason=row.reason,
+        chosen_side=None if not row.knows_side else "right" if is_right else "left",
+        **_common(row),
+    )
+
+
+def _stored_ranking(row: Any, answers: Sequence[Candidate]) -> StoredRanking:
+    ranks = row.ranks_json or ()
+    return StoredRanking(candidates=tuple(answers), ranks=ranks, is_gold=row.is_gold, reason=row.reason, **_common(row))
+
+
+def _export_row(vote: StoredVote) -> ExportRow:
+    """A vote in TRL's columns. Skipped and withdrawn votes have none."""
+    return ExportRow(
+        prompt=vote.prompt,
+        chosen=as_answer(vote.prompt, vote.chosen.text),
+        rejected=as_answer(vote.prompt, vote.rejected.text),
+        margin=vote.margin,
+        tie=vote.verdict in ("tie", "both_bad"),
+        verdict=_PREFERENCES[vote.verdict],
+        rater=vote.rater,
+        heldout=vote.heldout,
+        created_at=vote.created_at,
+        dwell_ms=vote.dwell_ms,
+        reason=vote.reason,
+        vote_id=vote.id,
+        prompt_id=prompt_sha256(vote.prompt)[:_PROMPT_ID_LENGTH],
+        chosen_version=vote.chosen.weight_version,
+        rejected_version=vote.rejected.weight_version,
+        chosen_side=vote.chosen_side,
+    )

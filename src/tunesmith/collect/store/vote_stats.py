@@ -1,0 +1,357 @@
+"""Vote statistics: counts, inter-rater agreement, rater bias. None is NaN: an undefined one is None with a reason."""
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Connection, Table, exists, func, select, true
+
+from tunesmith.collect.store.queue import knows_side
+from tunesmith.collect.store.records import Campaign, Progress
+from tunesmith.collect.store.tables import (
+    candidates,
+    demonstrations,
+    item_candidates,
+    items,
+    presentations,
+    rankings,
+    votes,
+)
+from tunesmith.collect.store.tables import raters as raters_table
+
+MAX_RATER_PAIRS = 200
+"""Number of rater pairs whose kappa is listed: those with the most items in common."""
+
+FIRST, SECOND = "first", "second"
+"""Judgements of a pair that prefer either answer of the item."""
+
+_HOUR_S = 3600.0
+_LEFT = ("left", "left_much")
+_DECIDED = ("left", "left_much", "right", "right_much")
+
+
+@dataclass(frozen=True, slots=True)
+class BiasTest:
+    """Share of votes for one side of an irrelevant feature, with the two-sided binomial p-value.
+
+    `share` and `p_value` are None where `num` is 0.
+    """
+
+    num_hits: int
+    num: int
+    share: float | None
+    p_value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A measure of agreement, or None with the reason why it is undefined. `num` items were judged by several."""
+
+    value: float | None
+    num: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RaterPair:
+    """Cohen's kappa of two raters over the items that both judged."""
+
+    a: str
+    b: str
+    kappa: Agreement
+
+
+@dataclass(frozen=True, slots=True)
+class RaterStats:
+    """Statistics of one rater. `left` counts choices of the left answer, where the side is known (imported votes may
+    come without), `longer` those of the longer one.
+    """
+
+    rater_id: int
+    name: str
+    num_votes: int
+    num_ties: int
+    num_both_bad: int
+    num_skips: int
+    left: BiasTest
+    longer: BiasTest
+    num_gold: int
+    gold_accuracy: float | None
+    median_dwell_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class VoteStats:
+    """Counts of effective votes, agreement, biases and gold accuracy of one campaign, or of all."""
+
+    num_items: int
+    num_items_done: int
+    num_votes: int
+    num_ties: int
+    num_both_bad: int
+    num_skips: int
+    num_rankings: int
+    num_demonstrations: int
+    num_votes_last_hour: int
+    alpha: Agreement
+    kappas: Sequence[RaterPair]
+    left: BiasTest
+    longer: BiasTest
+    raters: Sequence[RaterStats]
+
+
+def krippendorff_alpha(units: Sequence[Sequence[Hashable]]) -> Agreement:
+    """Krippendorff's alpha for nominal values: 1 is full agreement, 0 is chance level.
+
+    `units` holds the values given to each item, one per rater who judged it. From the coincidence matrix o with margins
+    n_c: alpha = 1 - (n - 1) * sum_{c != k} o_ck / sum_{c != k} n_c n_k (Krippendorff 2011, "Computing Krippendorff's
+    Alpha-Reliability", part D).
+    """
+    shared = [unit for unit in units if len(unit) > 1]
+    if not shared:
+        return Agreement(None, 0, "no item was judged by two raters")
+    margins: Counter[Hashable] = Counter()
+    disagreement = 0.0
+    for unit in shared:
+        counts = Counter(unit)
+        margins.update(counts)
+        same = sum(count * (count - 1) for count in counts.values())
+        disagreement += (len(unit) * (len(unit) - 1) - same) / (len(unit) - 1)
+    num = sum(margins.values())
+    expected = num * num - sum(count * count for count in margins.values())
+    if expected == 0:
+        return Agreement(None, len(shared), "all judgements are the same, so chance cannot be told from agreement")
+    return Agreement(1.0 - (num - 1) * disagreement / expected, len(shared))
+
+
+def cohen_kappa(pairs: Sequence[tuple[Hashable, Hashable]]) -> Agreement:
+    """Cohen's kappa of two raters: (observed - chance agreement) / (1 - chance agreement) (Cohen 1960).
+
+    `pairs` holds the two judgements of each item that both judged.
+    """
+    if not pairs:
+        return Agreement(None, 0, "no item was judged by both")
+    num = len(pairs)
+    observed = sum(a == b for a, b in pairs) / num
+    of_a, of_b = Counter(a for a, _ in pairs), Counter(b for _, b in pairs)
+    by_chance = sum(of_a[value] * of_b[value] for value in of_a) / (num * num)
+    if by_chance == 1.0:
+        return Agreement(None, num, "both gave one and the same judgement throughout")
+    return Agreement((observed - by_chance) / (1.0 - by_chance), num)
+
+
+def pair_alpha(units: Sequence[Sequence[Hashable]]) -> Agreement:
+    """Krippendorff's alpha of judgements of pairs: `FIRST`, `SECOND`, or anything else, such as `tie`.
+
+    Which answer of an item is called the first says nothing: a file may list the chosen one first, and then raters who
+    agree would seem to agree by chance. So each item counts in both orders of its answers, as if it were there a second
+    time with the two exchanged. By chance, then, a decided vote is for either answer half of the time, whatever the
+    order. Without ties and with many items alpha is 2 P - 1, where P is how often two raters agree: the coefficient of
+    agreement for paired comparisons (Kendall and Babington Smith 1940, "On the Method of Paired Comparisons").
+    """
+    found = krippendorff_alpha([*units, *([_exchanged(one) for one in unit] for unit in units)])
+    return replace(found, num=found.num // 2)
+
+
+def pair_kappa(pairs: Sequence[tuple[Hashable, Hashable]]) -> Agreement:
+    """Cohen's kappa of judgements of pairs, of which each counts in both orders of the answers, as in `pair_alpha`."""
+    found = cohen_kappa([*pairs, *((_exchanged(a), _exchanged(b)) for a, b in pairs)])
+    return replace(found, num=found.num // 2)
+
+
+def _exchanged(judgement: Hashable) -> Hashable:
+    """The same judgement with the two answers in the other order."""
+    return SECOND if judgement == FIRST else FIRST if judgement == SECOND else judgement
+
+
+def bias_test(num_hits: int, num: int) -> BiasTest:
+    """Exact two-sided binomial test of `num_hits` in `num` choices against a fair coin.
+
+    The p-value is twice the smaller tail, at most 1 (the distribution is symmetric).
+    """
+    if num == 0:
+        return BiasTest(0, 0, None, None)
+    far = max(num_hits, num - num_hits)
+    log_half = num * math.log(0.5)
+    tail = math.fsum(
+        math.exp(math.lgamma(num + 1) - math.lgamma(k + 1) - math.lgamma(num - k + 1) + log_half)
+        for k in range(far, num + 1)
+    )
+    return BiasTest(num_hits, num, num_hits / num, min(1.0, 2.0 * tail))
+
+
+NO_VOTES = VoteStats(0, 0, 0, 0, 0, 0, 0, 0, 0, krippendorff_alpha([]), (), bias_test(0, 0), bias_test(0, 0), ())
+"""Statistics of a missing database."""
+
+
+def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> VoteStats:
+    """All statistics of a campaign, or of all if None. Gold items count for the raters, not for agreement."""
+    judged = _judged_pairs(connection, campaign_id)
+    counted = [one for one in judged if one.verdict != "skip"]
+    num_rankings, gold_of_rankings = _rankings(connection, campaign_id)
+    # (rater, is correct) of each gold item that was judged.
+    gold = [(one.rater_id, one.chosen_candidate_id == one.gold_candidate_id) for one in counted if one.is_gold]
+    names = {row.id: row.name for row in connection.execute(select(raters_table.c.id, raters_table.c.name))}
+    units: dict[int, dict[int, Hashable]] = {}
+    for one in counted:
+        if not one.is_gold:
+            units.setdefault(one.item_id, {})[one.rater_id] = _judgement(one)
+    num_items, num_done = _num_items(connection, campaign_id)
+    num_demonstrations = connection.execute(_last_answers(demonstrations, campaign_id, func.count())).scalar_one()
+    return VoteStats(
+        num_items=num_items,
+        num_items_done=num_done,
+        num_rankings=num_rankings,
+        num_demonstrations=int(num_demonstrations),
+        num_votes_last_hour=sum(one.created_at > now - _HOUR_S for one in counted),
+        alpha=pair_alpha([list(unit.values()) for unit in units.values()]),
+        kappas=_kappas(units, names),
+        raters=_rater_stats(judged, [*gold, *gold_of_rankings], names),
+        **_summary(judged),
+    )
+
+
+def progress(connection: Connection, rater_id: int, campaign: Campaign) -> Progress:
+    """Votes and open items of a rater in a campaign."""
+    max_votes = campaign.settings.max_votes_per_rater
+    mine = presentations.c.rater_id == rater_id
+    of_campaign = items.c.campaign_id == campaign.id
+    num_votes = connection.execute(
+        select(func.count())
+        .select_from(presentations.join(items))
+        .where(mine, of_campaign, presentations.c.state == "done")
+    ).scalar_one()
+    answered = exists().where(
+        presentations.c.item_id == items.c.id, mine, presentations.c.state.in_(("done", "skipped"))
+    )
+    is_left = of_campaign, items.c.is_open == true(), items.c.is_gold != true(), ~answered
+    num_left = int(connection.execute(select(func.count()).select_from(items).where(*is_left)).scalar_one())
+    if max_votes:
+        num_left = min(num_left, max(0, max_votes - int(num_votes)))
+    num_items, num_done = _num_items(connection, campaign.id)
+    return Progress(int(num_votes), num_left, num_items, num_done, max_votes)
+
+
+def _num_items(connection: Connection, campaign_id: int | None) -> tuple[int, int]:
+    """Numbers of all items and of those with all their votes, without gold and retired ones."""
+    query = select(items.c.is_open, func.count()).where(items.c.is_gold != true(), items.c.retired_at.is_(None))
+    if campaign_id is not None:
+        query = query.where(items.c.campaign_id == campaign_id)
+    counts = {bool(is_open): int(count) for is_open, count in connection.execute(query.group_by(items.c.is_open))}
+    return sum(counts.values()), counts.get(False, 0)
+
+
+def _last_answers(table: Table, campaign_id: int | None, *columns: Any) -> Any:
+    later = table.alias()
+    is_last = ~exists().where(later.c.presentation_id == table.c.presentation_id, later.c.revision > table.c.revision)
+    joined = table.join(presentations, presentations.c.id == table.c.presentation_id)
+    query = select(*columns).select_from(joined.join(items, items.c.id == presentations.c.item_id)).where(is_last)
+    return query if campaign_id is None else query.where(items.c.campaign_id == campaign_id)
+
+
+def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[Any]:
+    """Effective votes, skips included, as rows without texts; lengths are in characters, None if nothing was chosen."""
+    query = _last_answers(
+        votes,
+        campaign_id,
+        presentations.c.item_id,
+        presentations.c.rater_id,
+        votes.c.verdict,
+        votes.c.chosen_candidate_id,
+        votes.c.rejected_candidate_id,
+        votes.c.dwell_ms,
+        votes.c.created_at,
+        knows_side().label("knows_side"),
+        items.c.is_gold,
+        items.c.gold_candidate_id,
+        _length(votes.c.chosen_candidate_id).label("chosen_length"),
+        _length(votes.c.rejected_candidate_id).label("rejected_length"),
+    )
+    return connection.execute(query.where(votes.c.verdict != "withdrawn")).all()
+
+
+def _judgement(vote: Any) -> Hashable:
+    """Which of the item's two answers a vote prefers, rather than its side, which differs from rater to rater; else the
+    verdict.
+    """
+    if vote.verdict not in _DECIDED:
+        return vote.verdict
+    return FIRST if vote.chosen_candidate_id < vote.rejected_candidate_id else SECOND
+
+
+def _length(candidate_id: Any) -> Any:
+    answer = candidates.alias()
+    return select(func.length(answer.c.text)).where(answer.c.id == candidate_id).scalar_subquery()
+
+
+def _rankings(connection: Connection, campaign_id: int | None) -> tuple[int, list[tuple[int, bool]]]:
+    """Number of rankings; for each gold one the rater, and whether the known best is ranked first without a tie."""
+    gold_place = (
+        select(item_candidates.c.position)
+        .where(item_candidates.c.item_id == items.c.id, item_candidates.c.candidate_id == items.c.gold_candidate_id)
+        .correlate(items)
+        .scalar_subquery()
+    )
+    columns = presentations.c.rater_id, rankings.c.ranks_json, items.c.is_gold, gold_place.label("gold_place")
+    query = _last_answers(rankings, campaign_id, *columns).where(rankings.c.verdict == "ranked")
+    rows = connection.execute(query).all()
+    checked: list[tuple[int, bool]] = []
+    for row in rows:
+        if row.is_gold:
+            ranks: tuple[int, ...] = row.ranks_json
+            position: int = row.gold_place
+            checked.append((row.rater_id, ranks[position] == 1 and ranks.count(1) == 1))
+    return len(rows), checked
+
+
+def _kappas(units: Mapping[int, Mapping[int, Hashable]], names: Mapping[int, str]) -> list[RaterPair]:
+    """Kappa of every two raters, those with the most items in common first. `units`: item -> rater -> judgement."""
+    shared: dict[tuple[int, int], list[tuple[Hashable, Hashable]]] = {}
+    for unit in units.values():
+        for a, b in itertools.combinations(sorted(unit), 2):
+            shared.setdefault((a, b), []).append((unit[a], unit[b]))
+    found = sorted(shared.items(), key=lambda pair: (-len(pair[1]), pair[0]))[:MAX_RATER_PAIRS]
+    return [RaterPair(names[a], names[b], pair_kappa(judgements)) for (a, b), judgements in found]
+
+
+def _rater_stats(judged: Sequence[Any], gold: Sequence[tuple[int, bool]], names: Mapping[int, str]) -> list[RaterStats]:
+    by_rater: dict[int, list[Any]] = {}
+    for one in judged:
+        by_rater.setdefault(one.rater_id, []).append(one)
+    num_gold = Counter(rater for rater, _ in gold)
+    num_hits = Counter(rater for rater, is_hit in gold if is_hit)
+    found: list[RaterStats] = []
+    for rater_id in sorted({*by_rater, *num_gold}):
+        own = by_rater.get(rater_id, [])
+        times = [one.dwell_ms for one in own if one.verdict != "skip" and one.dwell_ms is not None]
+        found.append(
+            RaterStats(
+                rater_id=rater_id,
+                name=names[rater_id],
+                num_gold=num_gold[rater_id],
+                gold_accuracy=num_hits[rater_id] / num_gold[rater_id] if num_gold[rater_id] else None,
+                median_dwell_ms=statistics.median(times) if times else None,
+                **_summary(own),
+            )
+        )
+    return found
+
+
+def _summary(judged: Sequence[Any]) -> dict[str, Any]:
+    """The fields that `VoteStats` and `RaterStats` share."""
+    verdicts = Counter(one.verdict for one in judged)
+    decided = [one for one in judged if one.verdict in _DECIDED]
+    sided = [one for one in decided if one.knows_side]
+    unequal = [one for one in decided if one.chosen_length != one.rejected_length]
+    return {
+        "num_votes": len(judged) - verdicts["skip"],
+        "num_ties": verdicts["tie"],
+        "num_both_bad": verdicts["both_bad"],
+        "num_skips": verdicts["skip"],
+        "left": bias_test(sum(one.verdict in _LEFT for one in sided), len(sided)),
+        "longer": bias_test(sum(one.chosen_length > one.rejected_length for one in unequal), len(unequal)),
+    }

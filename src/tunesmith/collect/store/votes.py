@@ -1,0 +1,442 @@
+"""`VoteStore`: the server's side of `votes.db`, its only writer."""
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from tunesmith.base.core.errors import StoreError, StoreInUseError
+from tunesmith.collect.store import answers, campaigns, items
+from tunesmith.collect.store.database import Closeable, OwnedDatabase, failure, file_of, or_now
+from tunesmith.collect.store.inbox import TAKEN_WITHIN_S, HandedOver, Inbox, OnProgress, Request, Rows, folder_of
+from tunesmith.collect.store.queue import next_presentations
+from tunesmith.collect.store.records import (
+    Campaign,
+    CampaignSettings,
+    CommandKind,
+    GivenVote,
+    Imported,
+    NewItem,
+    NewRater,
+    Offer,
+    PolicyVersion,
+    Presentation,
+    Role,
+    Verdict,
+    VoteReceipt,
+)
+from tunesmith.collect.store.vote_reader import VoteReader
+
+GROUP_S = 0.005
+"""Changes that arrive within this time of the first are committed with it."""
+
+_POLL_S = 0.1
+
+_ROWS_AT_ONCE = 500
+"""Rows of an import between two looks at whether others wait to write, such as raters who vote meanwhile."""
+
+_ROWS_PER_TRANSACTION = 20_000
+"""Rows of an import for which one transaction waits: each writes most pages of an index whose keys are random."""
+
+S = TypeVar("S")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _ignore(num_done: int, num_all: int) -> None:
+    """No progress is wanted."""
+
+
+class VoteStore(Closeable):
+    """Writes campaigns, raters, items and votes; `reader` reads them.
+
+    Safe to call from any number of threads: every call blocks until its change is on disk. One thread writes, and
+    commits calls that arrive within `GROUP_S` together. `now` is in seconds since the epoch, by default the clock's.
+    """
+
+    @classmethod
+    def open(cls, path_or_url: str | Path, *, seed: int | None = None) -> "VoteStore":
+        """The store in a file, which is created if missing and migrated if older, or at a database URL.
+
+        `seed` fixes the order of answers and the choice of gold items, for tests. Raises StoreError if the file is
+        damaged, written by a newer release, or in use by another server.
+        """
+        return cls(path_or_url, seed)
+
+    def __init__(self, place: str | Path, seed: int | None = None) -> None:
+        self._writer = Writer(OwnedDatabase(place, "votes", durable=True))
+        self.reader = VoteReader(place)
+        # Used by the writing thread alone.
+        self._rng = random.SystemRandom() if seed is None else random.Random(seed)
+        path = file_of(place)
+        self._inbox = None if path is None else Inbox(folder_of(path), self._handle)
+
+    def close(self) -> None:
+        """Finish pending writes and close the file."""
+        if self._inbox is None:
+            self._writer.close()
+        else:
+            self._inbox.close(self._writer.close)
+        self.reader.close()
+
+    def set_campaign(self, settings: CampaignSettings, now: float | None = None) -> Campaign:
+        """Create the campaign of this name, or change its settings. Raises StoreError for values out of range."""
+        return self._write(campaigns.set_campaign, settings, or_now(now))
+
+    def close_campaign(self, campaign_id: int, now: float | None = None) -> None:
+        """Stop asking for votes."""
+        self._write(campaigns.close_campaign, campaign_id, or_now(now))
+
+    def add_rater(
+        self,
+        name: str,
+        role: Role = "rater",
+        *,
+        invited_by: int | None = None,
+        expires_at: float | None = None,
+        now: float | None = None,
+    ) -> NewRater:
+        """A new rater and their access token, which is not stored. Raises StoreError if the name is taken or empty."""
+        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, or_now(now))
+
+    def redeem(
+        self, token: str, *, expires_at: float | None = None, name: str | None = None, now: float | None = None
+    ) -> NewRater | None:
+        """The same rater with a fresh token in place of `token`, which is void from now on; None for a bad token.
+
+        `name` renames the rater.
+        """
+        return self._write(campaigns.redeem, token, name, expires_at, or_now(now))
+
+    def disable_rater(self, rater_id: int, now: float | None = None) -> None:
+        """End a rater's access; their votes stay."""
+        self._write(campaigns.disable_rater, rater_id, or_now(now))
+
+    def add_items(self, campaign_id: int, new: Sequence[NewItem]) -> list[int]:
+        """Ids of the items of `new`, in its order. Existing ones, in whatever order of answers, are not added again.
+
+        Raises DataError for fewer than two or equal answers, or text that cannot be stored; then nothing is added.
+        """
+        return [item_id for added in self._add_items(campaign_id, new, _ignore) for item_id in added.item_ids]
+
+    def import_items(self, campaign_id: int, new: Sequence[NewItem], progress: OnProgress = _ignore) -> Imported:
+        """As `add_items`, but returns the numbers of new and of existing items. Existing ones become gold or held out
+        where `new` says so. `progress` is called with the numbers of items done and of all.
+        """
+        added = self._add_items(campaign_id, new, progress)
+        num_new = sum(one.num_new for one in added)
+        changed = frozenset[int]().union(*(one.changed_ids for one in added))
+        return Imported(num_new, len(new) - num_new, len(changed))
+
+    def import_votes(
+        self,
+        campaign_id: int,
+        given: Sequence[GivenVote],
+        now: float | None = None,
+        progress: OnProgress = _ignore,
+    ) -> Imported:
+        """Add votes that were made elsewhere. Unknown raters are created without access.
+
+        Raises DataError as `add_items` does; then nothing is added.
+        """
+        for number, vote in enumerate(given, start=1):
+            items.check_item(vote.item, f"vote {number}")
+        moment = or_now(now)
+        added = self._in_portions(
+            given, lambda c, part: answers.add_votes(c, self._rng, campaign_id, part, moment), progress
+        )
+        num_new, num_other = sum(one.num_new for one in added), sum(one.num_other for one in added)
+        changed = frozenset[int]().union(*(one.changed_ids for one in added))
+        return Imported(num_new, len(given) - num_new - num_other, len(changed), num_other)
+
+    def import_rows(self, campaign: str, rows: Rows, progress: OnProgress = _ignore) -> Imported:
+        """Add items or votes to the campaign of this name, which is made if there is none."""
+        named = [one for one in self.reader.campaigns() if one.settings.name == campaign]
+        campaign_id = (named[0] if named else self.set_campaign(CampaignSettings(name=campaign))).id
+        votes = [row for row in rows if isinstance(row, GivenVote)]
+        if votes:
+            return self.import_votes(campaign_id, votes, progress=progress)
+        return self.import_items(campaign_id, [row for row in rows if isinstance(row, NewItem)], progress)
+
+    def _handle(self, request: Request, progress: OnProgress) -> Imported:
+        return self.import_rows(request.campaign, request.rows, progress)
+
+    def ingest(self, campaign_id: int, offers: Sequence[Offer], now: float | None = None) -> int:
+        """Number of items made from the trainer's offers. Known ones are skipped, stale ones retired."""
+        return self._write(items.ingest, campaign_id, offers, or_now(now))
+
+    def next_presentations(
+        self, rater_id: int, campaign_id: int, count: int = 1, now: float | None = None
+    ) -> list[Presentation]:
+        """At most `count` presentations to judge next: those that the rater holds, then fresh items.
+
+        Each is stored before it is returned. Fewer are returned where overlap, quota or items are used up.
+        """
+        moment = or_now(now)
+        return self._writer.do(
+            lambda c: next_presentations(c, self._rng, rater_id, campaigns.campaign(c, campaign_id), count, moment)
+        )
+
+    def vote(
+        self,
+        token: str,
+        rater_id: int,
+        verdict: Verdict,
+        reason: str = "",
+        dwell_ms: int | None = None,
+        request_key: str | None = None,
+        now: float | None = None,
+    ) -> VoteReceipt:
+        """Store a vote and return its receipt. The same `request_key`, or the same content, returns the first receipt
+        again; another verdict is a new revision, which replaces the first.
+
+        Raises:
+            UnknownPresentationError: for a token that is not this rater's.
+            VoteConflictError: if the lease ran out and others took the slot, or the time to change is over.
+            VoteError: for a verdict that does not fit.
+        """
+        return self._answer(token, rater_id, now, lambda one: one.vote(verdict, reason, dwell_ms, request_key))
+
+    def vote_on_pair(
+        self,
+        campaign_id: int,
+        item: NewItem,
+        rater_id: int,
+        verdict: Verdict,
+        reason: str = "",
+        dwell_ms: int | None = None,
+        now: float | None = None,
+    ) -> VoteReceipt:
+        """As `vote`, for a pair that the rater was shown outside of the queue, its candidates from left to right.
+
+        Repeating it returns the first receipt. Raises DataError, as `add_items`, too.
+        """
+        items.check_item(item, "the vote")
+        moment = or_now(now)
+        return self._writer.do(
+            lambda c: answers.answering_pair(c, self._rng, campaign_id, item, rater_id, moment).vote(
+                verdict, reason, dwell_ms, None
+            )
+        )
+
+    def withdraw(
+        self, token: str, rater_id: int, now: float | None = None, *, request_key: str | None = None
+    ) -> VoteReceipt:
+        """Undo the vote or ranking, which opens the presentation again. Errors as in `vote`; VoteError if none."""
+        return self._answer(token, rater_id, now, lambda one: one.withdraw(request_key))
+
+    def rank(
+        self,
+        token: str,
+        rater_id: int,
+        ranks: Sequence[int],
+        dwell_ms: int | None = None,
+        request_key: str | None = None,
+        now: float | None = None,
+        *,
+        reason: str = "",
+    ) -> VoteReceipt:
+        """As `vote`, for a ranking: `ranks[i]` is the rank (1 the best, ties allowed) of the i-th answer shown."""
+        return self._answer(token, rater_id, now, lambda one: one.rank(ranks, reason, dwell_ms, request_key))
+
+    def demonstrate(
+        self, token: str, rater_id: int, text: str, request_key: str | None = None, now: float | None = None
+    ) -> VoteReceipt:
+        """As `vote`, for an answer that the rater wrote, in addition to the vote."""
+        return self._answer(token, rater_id, now, lambda one: one.demonstrate(text, request_key))
+
+    def command(self, kind: CommandKind, argument: str, rater_id: int, now: float | None = None) -> int:
+        """Id of a new command for the trainer."""
+        return self._write(campaigns.add_command, kind, argument, rater_id, or_now(now))
+
+    def copy_versions(self, versions: Sequence[PolicyVersion]) -> None:
+        """Add or replace the copies of the trainer's versions, which make `votes.db` readable without `runs.db`."""
+        self._write(campaigns.copy_versions, versions)
+
+    def _add_items(self, campaign_id: int, new: Sequence[NewItem], progress: OnProgress) -> list[items.Added]:
+        for number, item in enumerate(new, start=1):
+            items.check_item(item, f"item {number}")
+        return self._in_portions(new, lambda c, part: items.add_items(c, campaign_id, part), progress)
+
+    def _in_portions(
+        self, rows: Sequence[S], add: Callable[[Connection, Sequence[S]], T], progress: OnProgress
+    ) -> list[T]:
+        """The values of `add` for portions of `rows`. A transaction ends as soon as somebody else waits to write."""
+        added: list[T] = []
+        num_done = 0
+
+        def write(connection: Connection) -> int:
+            end = min(num_done + _ROWS_PER_TRANSACTION, len(rows))
+            for start in range(num_done, end, _ROWS_AT_ONCE):
+                stop = min(start + _ROWS_AT_ONCE, end)
+                added.append(add(connection, rows[start:stop]))
+                progress(stop, len(rows))
+                if self._writer.is_awaited:
+                    return stop
+            return end
+
+        while num_done < len(rows):
+            num_done = self._writer.do(write)
+        return added
+
+    def _write(self, work: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._writer.do(lambda connection: work(connection, *args, **kwargs))
+
+    def _answer(
+        self, token: str, rater_id: int, now: float | None, answer: Callable[[answers.Answering], VoteReceipt]
+    ) -> VoteReceipt:
+        moment = or_now(now)
+        return self._writer.do(lambda c: answer(answers.Answering(c, token, rater_id, moment)))
+
+
+def import_into(
+    path: Path, campaign: str, rows: Rows, progress: OnProgress, waiting: Callable[[str], None]
+) -> Imported:
+    """Add items or votes to the database at `path`; if another process has it, such as a server, that one adds them.
+
+    `waiting` is called with a message before the other process is asked. Raises StoreInUseError if it takes no imports.
+    """
+    try:
+        with VoteStore.open(path) as store:
+            return store.import_rows(campaign, rows, progress)
+    except StoreInUseError:
+        waiting(f"{path} is in use; its process is asked to add the rows")
+    request = HandedOver(folder_of(path), Request(campaign, rows))
+    try:
+        return _result_of(request, path, progress)
+    finally:
+        request.remove()
+
+
+def _result_of(request: HandedOver, path: Path, progress: OnProgress) -> Imported:
+    """What the owner of the database makes of `request`; if it ends before, this process is the next owner."""
+    began_s = time.monotonic()
+    with ExitStack() as owned:
+        while (done := request.result(progress)) is None:
+            with suppress(StoreInUseError):
+                # Its own lock is one more refusal.
+                owned.enter_context(VoteStore.open(path))
+            if not request.is_taken and time.monotonic() - began_s > TAKEN_WITHIN_S:
+                raise StoreInUseError(
+                    f"{path} is in use by a process that takes no imports, maybe of an older release; stop that one"
+                )
+            time.sleep(_POLL_S)
+        return done
+
+
+class Writer:
+    """Applies changes in one thread, each atomically, and commits those that wait together (group commit)."""
+
+    def __init__(self, database: OwnedDatabase) -> None:
+        self._database = database
+        self._changes: queue.SimpleQueue[_Change | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._serve, name="tunesmith-store", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[Connection], T]) -> T:
+        """The value of `work` once its change is on disk. If it raises, its change is rolled back.
+
+        Raises StoreError if the database could not be written, or is closed.
+        """
+        change = _Change(work)
+        with self._lock:
+            if not self._is_open:
+                raise StoreError(f"{self._database.place} is closed")
+            self._changes.put(change)
+        return change.future.result()
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if further changes wait for the one that is applied now."""
+        return not self._changes.empty()
+
+    def close(self) -> None:
+        """Finish pending changes and close the database. Harmless if called twice."""
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                self._changes.put(None)
+        self._thread.join()
+        self._database.close()
+
+    def _serve(self) -> None:
+        while (change := self._changes.get()) is not None:
+            group: list[_Change] = []
+            outcome = _Outcome()
+            with outcome, self._database.connection.begin():
+                self._apply_group(change, group)
+                self._check_unbroken()
+            for one in group or [change]:  # none, if the transaction did not begin
+                one.tell(outcome.error)
+
+    def _apply_group(self, first: "_Change", group: list["_Change"]) -> None:
+        deadline = time.monotonic() + GROUP_S
+        change: _Change | None = first
+        while change is not None:
+            group.append(change)
+            with change, self._database.connection.begin_nested():
+                change.value = change.work(self._database.connection)
+            if isinstance(change.error, DBAPIError) and not isinstance(change.error, IntegrityError):
+                # The database may have rolled back everything, so no change of the group may be acknowledged.
+                raise failure(self._database.place, change.error) from change.error
+            change = self._next_before(deadline)
+
+    def _next_before(self, deadline: float) -> "_Change | None":
+        if time.monotonic() > deadline or self._changes.empty():
+            return None
+        change = self._changes.get()
+        if change is None:
+            # For `_serve`, which ends after this group.
+            self._changes.put(None)
+        return change
+
+    def _check_unbroken(self) -> None:
+        """Raise StoreError if SQLite ended the transaction by itself, as it does when the disk is full."""
+        raw = self._database.connection.connection.dbapi_connection
+        if getattr(raw, "in_transaction", True) is False:
+            raise StoreError(f"{self._database.place}: the transaction was rolled back; is the disk full?")
+
+
+class _Outcome:
+    """Keeps the exception of its `with` block."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error
+        return True
+
+
+class _Change(_Outcome):
+    """A change, its value or exception, and the future on which its caller waits."""
+
+    def __init__(self, work: Callable[[Connection], Any]) -> None:
+        self.work = work
+        self.value: object = None
+        self.future: Future[Any] = Future()
+
+    def tell(self, group_error: BaseException | None) -> None:
+        """Wake the caller after the commit, or with `group_error` if it failed."""
+        if isinstance(group_error, DBAPIError):
+            group_error = failure("the database", group_error)
+        error = group_error or self.error
+        if error is None:
+            self.future.set_result(self.value)
+        else:
+            self.future.set_exception(error)

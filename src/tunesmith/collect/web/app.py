@@ -1,0 +1,180 @@
+"""The app: services, routes, the guard before them, error handlers, and the copying of the trainer's offers."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import jinja2
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+
+from tunesmith.base.core.errors import (
+    InputError,
+    NameTakenError,
+    RunError,
+    StoreError,
+    TunesmithError,
+    UnknownPresentationError,
+    VoteConflictError,
+)
+from tunesmith.base.core.log import Once, get_logger
+from tunesmith.base.core.version import __version__
+from tunesmith.collect.store.records import PolicyVersion
+from tunesmith.collect.store.runs import RunReader
+from tunesmith.collect.store.vote_watch import VoteWatch
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.collect.web import access, arena_routes, data_routes, job_routes, routes, studio_routes, watch
+from tunesmith.collect.web.arena import Arena
+from tunesmith.collect.web.guard import Guard
+from tunesmith.collect.web.jobs import Jobs
+from tunesmith.collect.web.logins import ENDED_FILE, Ended, Logins, RateLimits, Sessions, read_key
+from tunesmith.collect.web.proxies import BehindProxy
+from tunesmith.collect.web.services import Services, is_set_within, refusal
+from tunesmith.collect.web.settings import ServerSettings
+from tunesmith.collect.web.studio import Studio
+from tunesmith.collect.web.watch_data import WatchData
+from tunesmith.observe.reports.chart import DARK, LIGHT
+
+POLL_S = 0.5
+"""Seconds between copies of the trainer's offers."""
+
+_OFFERS_PER_BATCH = 200
+_STATUS: tuple[tuple[type[InputError], int], ...] = (
+    (UnknownPresentationError, 404),
+    (VoteConflictError, 409),
+    (NameTakenError, 409),
+    (RunError, 409),
+    # The database is busy, full or damaged: the client keeps the request and retries.
+    (StoreError, 503),
+    (InputError, 422),
+)
+
+
+def create_app(
+    settings: ServerSettings,
+    votes: VoteStore,
+    runs: RunReader,
+    studio: Studio | None = None,
+    jobs: Jobs | None = None,
+    arena: Arena | None = None,
+) -> FastAPI:
+    """The app. The caller owns all that it is given, and closes it after the server has ended."""
+    failures = RateLimits(1 / settings.limits.failure_every_s, settings.limits.failures)
+    ended = Ended(settings.folder / ENDED_FILE, time.time())
+    logins = Logins(votes.reader, Sessions(read_key(settings.folder), ended), failures)
+    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio, jobs, arena)
+    watched_votes = VoteWatch(settings.votes_path)
+    watched = WatchData(runs, watched_votes)
+    of_jobs = () if jobs is None else job_routes.RULES
+    of_runs = () if studio is None else studio_routes.RULES
+    of_arena = () if arena is None else arena_routes.RULES
+    table = access.RouteTable((*access.RULES, *watch.rules(access.API, "rater"), *of_arena, *of_jobs, *of_runs))
+    app = FastAPI(
+        title="Tunesmith",
+        version=__version__,
+        openapi_url=f"{access.API}/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan,
+        middleware=[
+            Middleware(BehindProxy, settings.proxies, settings.root_path, [rule.path for rule in table.rules]),
+            Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts),
+        ],
+    )
+    app.state.services = services
+    own = (routes.sessions(), routes.votes(), routes.presentations(), routes.administration(), routes.pages())
+    for router in (*own, *data_routes.routers()):
+        app.include_router(router)
+    app.include_router(watch.router(access.API, lambda: watched))
+    for router in () if arena is None else arena_routes.routers(arena, watched_votes):
+        app.include_router(router)
+    if studio is not None:
+        # Before the pages of runs: `/runs/new` is none of a run.
+        for router in (*(() if jobs is None else job_routes.routers(studio, jobs)), *studio_routes.routers(studio)):
+            app.include_router(router)
+    app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
+    app.add_exception_handler(RequestValidationError, _explain_validation)
+    app.add_exception_handler(InputError, _explain)
+    app.add_exception_handler(HTTPException, _explain_refusal)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
+    services: Services = app.state.services
+    copying = asyncio.create_task(copy_offers(services))
+    try:
+        yield
+    finally:
+        services.shutdown.set()
+        with suppress(asyncio.CancelledError):
+            await copying
+
+
+async def copy_offers(services: Services) -> None:
+    """Copy new offers and versions from `runs.db` to `votes.db` every `POLL_S` until the server ends.
+
+    Each error is logged once, and the copy retried.
+    """
+    once = Once(get_logger(__name__))
+    versions: Sequence[PolicyVersion] = ()
+    while not await is_set_within(services.shutdown, POLL_S):
+        try:
+            versions = await run_in_threadpool(_copy, services, versions)
+        except TunesmithError as error:
+            once.warning(f"the trainer's offers cannot be read: {error}")
+
+
+def _copy(services: Services, copied: Sequence[PolicyVersion]) -> Sequence[PolicyVersion]:
+    """Copy what is new; returns the versions, of which `copied` are those of the last call."""
+    votes, runs = services.votes, services.runs
+    campaign_id = services.campaign().id
+    cursor = votes.reader.last_offer_id(campaign_id)
+    while offers := runs.offers_after(cursor, _OFFERS_PER_BATCH):
+        votes.ingest(campaign_id, offers)
+        cursor = offers[-1].id
+    versions = runs.versions()
+    if versions != copied:
+        votes.copy_versions(versions)
+    return versions
+
+
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tunesmith.collect.web"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update({"light": LIGHT, "dark": DARK, "version": __version__})  # pyright: ignore[reportUnknownMemberType]
+    return environment
+
+
+async def _explain(request: Request, error: Exception) -> Response:
+    """An InputError as its status and message."""
+    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    return refusal(request, status, str(error))
+
+
+async def _explain_refusal(request: Request, error: Exception) -> Response:
+    """What a route refuses, and files that there are not."""
+    assert isinstance(error, HTTPException), "registered for this error alone"
+    return refusal(request, error.status_code, error.detail, error.headers)
+
+
+async def _explain_validation(request: Request, error: Exception) -> Response:
+    """A validation error without the invalid input, which may be large or not encodable as UTF-8."""
+    assert isinstance(error, RequestValidationError), "registered for this error alone"
+    complaints = [
+        f"{'.'.join(str(part) for part in complaint['loc'])}: {complaint['msg']}" for complaint in error.errors()[:8]
+    ]
+    return refusal(request, 422, "; ".join(complaints))

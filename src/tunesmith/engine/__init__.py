@@ -1,0 +1,1 @@
+"""Computes: kernels, packed batches, several processes, models, and the rollout engines."""

@@ -1,0 +1,288 @@
+"""The CPU rollout engine: continuous batching over a paged key/value cache, from the weights that are being trained.
+
+Shape legend: R rows that tokens are sampled from, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Unpack
+
+import psutil
+import torch
+from torch import nn
+
+from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.core.system import warn_of_spinning
+from tunesmith.base.core.trace import span
+from tunesmith.base.core.turns import Turns
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.kernels.linear.exact import rows_are_independent
+from tunesmith.engine.kernels.sample.torch_impl import Sampled
+from tunesmith.engine.models.fingerprint import Fingerprint, fingerprint, fingerprint_of
+from tunesmith.engine.models.language_model import LanguageModel
+from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
+from tunesmith.engine.rollout import weight_check
+from tunesmith.engine.rollout.engine import Callbacks, Functions, Request, make_request, run_request
+from tunesmith.engine.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
+from tunesmith.engine.rollout.runner import Runner, cache_shape, projections, read_in_place
+from tunesmith.engine.rollout.sampler import NoiseKey, Sampler, noise_keys
+from tunesmith.engine.rollout.scheduler import Plan, Scheduler
+from tunesmith.engine.rollout.threads import FreeThreads
+
+_PREFILL_TOKENS = 512
+"""Prompt tokens per step: enough to keep the matrix units busy, few enough that decoding rows do not wait."""
+
+_MEMORY_SHARE = 0.25
+"""Share of the machine's memory for the cache if no budget is given. Of all memory, not of the free part: in float32 a
+completion's bits may depend on what is computed beside it, and so on the size of the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Block tables, and the storage of keys and values."""
+
+    tables: KVCache
+    storage: torch.Tensor
+
+
+class NativeEngine:
+    """Samples from `model`'s weights as they are at each call. See `factory.open_engine` for the arguments.
+
+    `is_trained` says that the trainer computes log-probs by this very `model`, and not by another forward pass.
+    Calls from several threads wait for each other.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        weight_version: Callable[[], int] = lambda: 0,
+        num_slots: int = 128,
+        kv_cache_mb: int | None = None,
+        value_head: nn.Module | None = None,
+        is_trained: bool = True,
+    ) -> None:
+        if model.decoder is None:
+            raise InputError("this model has no flat decoder; draw with the transformers backend")
+        if torch.get_num_threads() > 1:
+            warn_of_spinning()
+        self._decoder = model.decoder
+        self._module = model.module
+        self._kernels = model.kernels
+        self._tokenizer = tokenizer
+        self._weight_version = weight_version
+        self._num_slots = num_slots
+        self._kv_cache_mb = kv_cache_mb
+        self._value_head = value_head
+        self._is_trained = is_trained
+        self._cache: _Cache | None = None
+        self._runner: Runner | None = None
+        self._packed: tuple[int, Fingerprint] | None = None  # the runner's weights; None: pack and check again
+        self._is_exact: bool | None = None  # None: not measured yet
+        self._needs_full_check = True
+        self._threads = FreeThreads()
+        self._turns = Turns("engine")
+
+    @property
+    def is_exact(self) -> bool:
+        """True if raw log-probs equal the trainer's to the bit. Packs the weights if that is not measured yet.
+
+        Raises:
+            TrainingError: the packed weights do not reproduce the trainer's log-probs.
+        """
+        if self._is_exact is None:
+            with self._turns:
+                self._look_again()
+                self._pack_weights()
+        return bool(self._is_exact) and self._is_trained
+
+    def unload(self) -> None:
+        """Free the cache and the packed weights; the next `generate` rebuilds them.
+
+        With adapters the packed base is kept.
+        """
+        with self._turns:
+            self._unload()
+
+    def _unload(self) -> None:
+        self._cache = self._packed = None
+        if self._runner is not None and not self._runner.has_adapters:
+            self._runner = None
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        keys: Sequence[NoiseKey] | None = None,
+        **functions: Unpack[Functions],
+    ) -> list[Group]:
+        """See `engine.Engine.generate`. With `sampling.seed` set, a prompt's completions are always the same, whatever
+        the other prompts and the number of slots.
+
+        `keys` has the noise of each prompt, where the request is a part of a larger one, or where a prompt ends with
+        the first tokens of a completion that is to go on; None: that of a request of its own.
+        """
+        with self._turns:
+            return self._generate(prompts, n, sampling, keys, functions)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        keys: Sequence[NoiseKey] | None,
+        functions: Functions,
+    ) -> list[Group]:
+        version, num_slots = self._weight_version(), self._num_slots
+        request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
+        with span("load"):
+            runner, cache = self._load(request)
+        sampler = Sampler(
+            sampling,
+            seed=request.seed,
+            stop_ids=request.limits.stop_ids,
+            keys=keys or noise_keys(request.prompt_ids, n),
+            vocabulary_size=request.vocabulary_size,
+            kernels=self._kernels,
+        )
+        scheduler = request.open_scheduler(cache.tables, prefill_tokens=_PREFILL_TOKENS)
+        callbacks = Callbacks(request, **functions)
+        groups = run_request(request, scheduler, lambda: self._draw_all(runner, cache, scheduler, sampler, callbacks))
+        self._check_unchanged()
+        return groups
+
+    def _draw_all(
+        self, runner: Runner, cache: _Cache, scheduler: Scheduler, sampler: Sampler, callbacks: Callbacks
+    ) -> None:
+        """The loop of the engine: plan a step, compute it, sample, take the tokens."""
+        storage, block_tables = cache.storage, cache.tables.block_tables
+        # The bits of an exact engine do not depend on the number of threads.
+        free_threads = self._threads.used if self._is_exact else nullcontext
+        while (plan := scheduler.plan()) is not None:
+            copy_blocks(storage, plan.copies)
+            with span("prefill" if plan.chunks else "decode"), free_threads():
+                output = runner.run(plan, storage, block_tables)
+            if not plan.drawn:
+                scheduler.accept(plan, [])
+                continue
+            with span("sample"):
+                sampled = self._sample(runner, cache, sampler, plan, output.logits_RV)
+            values = [[]] * len(plan.drawn) if self._value_head is None else self._values(output.hidden_RH)
+            columns = (column_B[:, None].tolist() for column_B in (sampled.token_B, sampled.logp_B, sampled.raw_logp_B))
+            ended = scheduler.accept(plan, list(zip(*columns, values, strict=True)))
+            sampler.release(ended)
+            callbacks.note(plan.drawn, ended)
+
+    def _sample(self, runner: Runner, cache: _Cache, sampler: Sampler, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
+        try:
+            return sampler.draw(plan, logits_RV)
+        except TrainingError as error:
+            self._unload()  # cached blocks may hold numbers that are not finite
+            if bool(logits_RV.isfinite().all()):
+                raise
+            storage, block_tables = cache.storage, cache.tables.block_tables
+            layer = weight_check.first_bad_layer(lambda look: runner.run(plan, storage, block_tables, on_layer=look))
+            raise TrainingError(weight_check.not_finite(layer)) from error
+
+    @torch.no_grad()
+    def _values(self, hidden_RH: torch.Tensor) -> list[list[float]]:
+        assert self._value_head is not None
+        # Row by row: a product of several rows may sum each of them otherwise, and bits would depend on the others.
+        return [self._value_head(row_H[None]).tolist() for row_H in hidden_RH]
+
+    def _load(self, request: Request) -> tuple[Runner, _Cache]:
+        """The current weights, packed, and a cache for the request.
+
+        Raises:
+            InputError: the cache's budget is too small for one sequence.
+            TrainingError: the packed weights do not reproduce the trainer's log-probs.
+        """
+        self._look_again()
+        cache = self._fitting_cache(request)
+        runner = self._pack_weights()
+        if not self._is_exact:
+            cache.tables.invalidate()  # blocks of an earlier call would change the bits, and a resumed run has none
+        return runner, cache
+
+    def _pack_weights(self) -> Runner:
+        """The runner with the current weights, packed and checked again if they changed."""
+        version, weights = self._weight_version(), fingerprint(self._module, kernels=self._kernels)
+        if self._runner is not None and self._packed == (version, weights):
+            return self._runner
+        self._packed = None
+        if self._cache is not None:
+            self._cache.tables.invalidate()
+        if self._runner is None:
+            self._runner = Runner(self._decoder, weights)
+        else:
+            self._runner.repack(weights)
+        self._check_weights(self._runner, version)
+        self._packed = version, weights
+        return self._runner
+
+    def _look_again(self) -> None:
+        """Forget what was made of the model if its parts are others now; another engine may have seen it first."""
+        self._decoder.refresh()
+        if self._runner is not None and self._runner.architecture is not self._decoder.architecture:
+            self._runner = self._cache = self._packed = self._is_exact = None
+            self._needs_full_check = True
+
+    def _check_unchanged(self) -> None:
+        """Compare the weights that each step reads in the model itself with those of the beginning.
+
+        Raises:
+            TrainingError: they changed, so that the tokens are of no one model.
+        """
+        assert self._packed is not None and self._runner is not None
+        read = read_in_place(self._runner.architecture)
+        after = fingerprint_of({str(place): one for place, one in enumerate(read)}, kernels=self._kernels)
+        if any(self._packed[1].of(one) != after.of(one) for one in read):
+            self._unload()
+            raise TrainingError(
+                "the model's weights changed while completions were drawn from them, so nothing is returned: does "
+                "another thread, or a function that `generate` calls, train this model? Draw between two updates, or "
+                "from a copy"
+            )
+
+    def _rows_are_independent(self) -> bool:
+        """True if a product of few rows has the bits of one of many, for the shape of every weight."""
+        weights = [weight for linear in projections(self._decoder.architecture) for weight in linear.weights]
+        return all(map(rows_are_independent, {weight.shape: weight for weight in weights}.values()))
+
+    def _fitting_cache(self, request: Request) -> _Cache:
+        shape = cache_shape(self._decoder.architecture)
+        budget = int(psutil.virtual_memory().total * _MEMORY_SHARE)
+        if self._kv_cache_mb is not None:
+            budget = self._kv_cache_mb * 2**20
+        num_blocks = min(request.num_blocks, num_blocks_for(budget, shape, max_tokens=request.longest))
+        num_tables = 2 * request.num_slots
+        held = self._cache
+        if held is None or held.tables.num_blocks < num_blocks or held.tables.max_tables < num_tables:
+            self._cache = held = None  # free the old storage first
+            if self._runner is not None:
+                self._runner.forget_step()
+            context_length = self._decoder.architecture.context_length
+            tables = KVCache(num_blocks, max_tokens=context_length, max_tables=num_tables)
+            self._cache = held = _Cache(tables, allocate_storage(shape, num_blocks))
+        return held
+
+    def _check_weights(self, runner: Runner, version: int) -> None:
+        """Compare the log-probs of fixed tokens with the trainer's, thoroughly the first time."""
+        dtype = self._decoder.architecture.dtype
+        check = weight_check.FIRST_CHECK if self._needs_full_check else weight_check.LATER_CHECK
+        difference = weight_check.largest_difference(self._decoder, runner, check)
+        if self._needs_full_check:
+            self._is_exact = difference == 0 and self._rows_are_independent() and not self._decoder.is_divided
+            self._needs_full_check = runner.is_idle  # adapters that are zero prove nothing about later ones
+        allowed = 0.0 if self._is_exact else weight_check.MAX_DIFFERENCE[dtype]
+        if not difference <= allowed:
+            raise TrainingError(
+                f"the rollout engine's log-probs of fixed tokens are {difference:.3g} nats from the trainer's, "
+                f"{allowed:g} is allowed, with weights of version {version}: its packed weights are not the trained "
+                "ones, or these are not finite. Train on with rollout.backend transformers, and report it"
+            )

@@ -1,0 +1,1 @@
+"""Learns: losses, rewards, comparison of models, the trainers, and the live loop."""

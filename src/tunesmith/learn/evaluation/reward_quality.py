@@ -1,0 +1,227 @@
+"""Quality of a reward model on pairs that it was not trained on: accuracy, calibration, length bias, and simple
+baselines on the same pairs.
+
+Shape legend: N pairs.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.core.trace import span
+from tunesmith.collect.data.collate import Encoded, TokenIds, pad_right
+from tunesmith.collect.statistics.intervals import mcnemar, proportion_interval
+from tunesmith.engine.batch.pack import chunks
+from tunesmith.engine.models.heads import RewardModel
+from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, decode_after
+from tunesmith.learn.evaluation.tfidf import TextBradleyTerry, TextPair
+
+NUM_BINS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class DecidedPair:
+    """Two sequences of one prompt, the preferred one first. Those of one prompt are no independent evidence."""
+
+    prompt: str
+    better_ids: TokenIds
+    worse_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Pairs with a confidence in [low, high): their number, mean confidence and accuracy.
+
+    Means are None in an empty bin.
+    """
+
+    low: float
+    high: float
+    num_pairs: int
+    confidence: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardQuality:
+    """Result of `judge`. Margins are reward of the better minus reward of the worse one; a margin of 0 is half right.
+
+    `accuracy_low` and `accuracy_high` are the 95 % interval, over prompts. The model's probability of a pair is the
+    sigmoid of its margin: `brier` is the mean of its square distance from 1, `log_loss` that of -ln. Confidence is the
+    larger of p and 1 - p; `ece` is the mean distance of confidence and accuracy over the bins, weighed by their pairs
+    (Naeini et al. 2015). `length_correlation` is Pearson's, of margin and difference in tokens; None if either does not
+    vary. `longer_wins` is the accuracy of the rule "the longer one", `tfidf` that of a Bradley-Terry model on TF-IDF
+    and length fitted on `num_tfidf_pairs` other pairs; `p_value_tfidf` is McNemar's, of model against that model.
+    """
+
+    num_pairs: int
+    num_prompts: int
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+    mean_margin: float
+    brier: float
+    log_loss: float
+    ece: float
+    bins: tuple[Bin, ...]
+    length_correlation: float | None
+    num_longer: int
+    accuracy_longer: float | None
+    num_shorter: int
+    accuracy_shorter: float | None
+    longer_wins: float
+    tfidf: float | None
+    num_tfidf_pairs: int
+    p_value_tfidf: float | None
+
+    def to_json(self) -> dict[str, object]:
+        """All fields as JSON types."""
+        return asdict(self)
+
+
+def decided_pairs(items: Sequence[Encoded], prompt_of: Mapping[str, str]) -> list[DecidedPair]:
+    """The decided pairs of `items`; `prompt_of` says which prompt a row, by its id, is about, and may lack some."""
+    return [
+        DecidedPair(prompt_of.get(item.prompt_id, item.prompt_id), better, worse)
+        for item in items
+        for better, worse in item.decided
+    ]
+
+
+@torch.no_grad()
+def margins(model: RewardModel, pairs: Sequence[DecidedPair], *, micro_batch_size: int = 16) -> np.ndarray:
+    """Reward of the better minus reward of the worse sequence, float64 of shape [N]. Each sequence is scored once."""
+    distinct = sorted({ids for pair in pairs for ids in (pair.better_ids, pair.worse_ids)}, key=lambda ids: len(ids))
+    device = next(model.parameters()).device
+    reward_of: dict[TokenIds, float] = {}
+    for some in chunks(distinct, micro_batch_size):
+        ids_BT, lengths_B = pad_right(some, 0)
+        rewards_B = model(ids_BT.to(device), lengths_B.to(device))
+        reward_of.update(zip(some, rewards_B.tolist(), strict=True))
+    return np.array([reward_of[pair.better_ids] - reward_of[pair.worse_ids] for pair in pairs])
+
+
+def judge(
+    model: RewardModel,
+    heldout: Sequence[DecidedPair],
+    train: Sequence[DecidedPair] = (),
+    *,
+    micro_batch_size: int = 16,
+    num_bins: int = NUM_BINS,
+) -> RewardQuality:
+    """The quality of `model` on `heldout`. The TF-IDF model is fitted on `train`; without it there is none.
+
+    Raises DataError if there are no decided pairs to judge by, or a margin is not finite.
+    """
+    if not heldout:
+        raise DataError("no decided pairs are left to judge by; give pairs that are no ties, or hold more of them out")
+    with span("judge/rewards"):
+        margin_N = margins(model, heldout, micro_batch_size=micro_batch_size)
+    if not np.isfinite(margin_N).all():
+        raise DataError(f"{np.count_nonzero(~np.isfinite(margin_N))} margins are not finite; look at the model")
+    with span("judge/tfidf"):
+        tfidf_N = tfidf_margins(model.tokenizer, train, heldout) if train else None
+    return quality(margin_N, heldout, tfidf_N, num_tfidf_pairs=len(train), num_bins=num_bins)
+
+
+def tfidf_margins(
+    tokenizer: PreTrainedTokenizerBase, train: Sequence[DecidedPair], heldout: Sequence[DecidedPair]
+) -> np.ndarray:
+    """Margins on `heldout` of a TF-IDF Bradley-Terry model fitted on `train`, shape [N].
+
+    It reads the same ids as the reward model, from where the two sequences of a pair part.
+    """
+    model = TextBradleyTerry.fitted([_as_text(tokenizer, pair) for pair in train])
+    return model.margins([_as_text(tokenizer, pair) for pair in heldout])
+
+
+def quality(
+    margin_N: np.ndarray,
+    pairs: Sequence[DecidedPair],
+    tfidf_N: np.ndarray | None = None,
+    *,
+    num_tfidf_pairs: int = 0,
+    num_bins: int = NUM_BINS,
+) -> RewardQuality:
+    """Every figure, from the margins of the model and, where there are any, those of the TF-IDF model."""
+    longer_N = np.array([len(pair.better_ids) - len(pair.worse_ids) for pair in pairs], dtype=np.float64)
+    hit_N, prompts = _hits(margin_N), [pair.prompt for pair in pairs]
+    low, high = proportion_interval(hit_N.tolist(), prompts)
+    probability_N = 1 / (1 + np.exp(-margin_N))
+    confidence_N = np.maximum(probability_N, 1 - probability_N)
+    bins = reliability(confidence_N, hit_N, num_bins)
+    is_longer_N, is_shorter_N = longer_N > 0, longer_N < 0
+    tfidf = p_value = None
+    if tfidf_N is not None:
+        other_N = _hits(tfidf_N)
+        tfidf = float(other_N.mean())
+        p_value = mcnemar(int((hit_N > other_N).sum()), int((hit_N < other_N).sum()))
+    return RewardQuality(
+        num_pairs=len(pairs),
+        num_prompts=len(set(prompts)),
+        accuracy=float(hit_N.mean()),
+        accuracy_low=low,
+        accuracy_high=high,
+        mean_margin=float(margin_N.mean()),
+        brier=float(np.square(1 - probability_N).mean()),
+        log_loss=float(np.logaddexp(0, -margin_N).mean()),
+        ece=expected_calibration_error(bins),
+        bins=bins,
+        length_correlation=_correlation(margin_N, longer_N),
+        num_longer=int(is_longer_N.sum()),
+        accuracy_longer=_mean(hit_N[is_longer_N]),
+        num_shorter=int(is_shorter_N.sum()),
+        accuracy_shorter=_mean(hit_N[is_shorter_N]),
+        longer_wins=float(_hits(longer_N).mean()),
+        tfidf=tfidf,
+        num_tfidf_pairs=num_tfidf_pairs,
+        p_value_tfidf=p_value,
+    )
+
+
+def reliability(confidence_N: np.ndarray, hit_N: np.ndarray, num_bins: int = NUM_BINS) -> tuple[Bin, ...]:
+    """Bins of equal width from 0.5 to 1, the range of the confidence in a choice between two."""
+    edges = np.linspace(0.5, 1.0, num_bins + 1)
+    place_N = np.clip(((confidence_N - 0.5) * 2 * num_bins).astype(np.int64), 0, num_bins - 1)
+    bins: list[Bin] = []
+    for index, (low, high) in enumerate(itertools.pairwise(edges.tolist())):
+        inside_N = place_N == index
+        bins.append(Bin(low, high, int(inside_N.sum()), _mean(confidence_N[inside_N]), _mean(hit_N[inside_N])))
+    return tuple(bins)
+
+
+def expected_calibration_error(bins: Sequence[Bin]) -> float:
+    """The mean distance between confidence and accuracy, weighed by the pairs of each bin."""
+    gaps = [
+        one.num_pairs * abs(one.confidence - one.accuracy)
+        for one in bins
+        if one.confidence is not None and one.accuracy is not None
+    ]
+    return sum(gaps) / sum(one.num_pairs for one in bins)
+
+
+def _hits(margin_N: np.ndarray) -> np.ndarray:
+    """1 where the better one is ahead, 0 where the worse one is, 0.5 where neither is."""
+    return (np.sign(margin_N) + 1) / 2
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _correlation(first_N: np.ndarray, second_N: np.ndarray) -> float | None:
+    if first_N.std() == 0 or second_N.std() == 0:
+        return None
+    return float(np.corrcoef(first_N, second_N)[0, 1])
+
+
+def _as_text(tokenizer: PreTrainedTokenizerBase, pair: DecidedPair) -> TextPair:
+    """The text after the common prefix of both sides, which carries no information about the preference."""
+    both = zip(pair.better_ids, pair.worse_ids, strict=False)
+    start = sum(1 for _ in itertools.takewhile(lambda ids: ids[0] == ids[1], both))
+    both_ids = pair.better_ids, pair.worse_ids
+    return TextPair(*(decode_after(tokenizer, ids[:start], ids[start:]) for ids in both_ids))

@@ -1,0 +1,404 @@
+"""The live loop: draw pairs for raters, read their votes, and serve every update that passes its checks.
+
+The trainer offers pairs in `runs.db` and reads votes from `votes.db`, which the server writes: another process, which
+may start and stop at any time. `Loop.update` is one update from votes to served version.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import fmean, median
+
+from tunesmith.base.config.algorithms.live import LiveKLSection, LiveRecipe
+from tunesmith.base.core.errors import DataError, StoreError, TrainingError
+from tunesmith.base.core.log import Once, get_logger
+from tunesmith.base.core.seeds import Groups, derive, permutation_of_groups
+from tunesmith.base.core.trace import span, trace
+from tunesmith.base.runs.environment import rss_gb
+from tunesmith.base.runs.folder import PLACES
+from tunesmith.collect.data import sets
+from tunesmith.collect.data.prompts import PromptLike
+from tunesmith.collect.store.records import Command
+from tunesmith.engine.batch.pack import chunks
+from tunesmith.engine.models.language_model import model_of_recipe
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, room_for_prompts
+from tunesmith.engine.models.lora import frozen_copy
+from tunesmith.engine.models.optimizer import MasterAdamW
+from tunesmith.engine.rollout.factory import engine_for
+from tunesmith.learn.algorithms import kl
+from tunesmith.learn.live.folder import LiveFolder, open_folder
+from tunesmith.learn.live.offers import Offers, Rollout
+from tunesmith.learn.live.reward import RewardUpdate
+from tunesmith.learn.live.timing import announce_update
+from tunesmith.learn.live.versions import CheckResult, Position, Versions, check
+from tunesmith.learn.live.vote_dpo import NUM_STEPS, VoteDPO
+from tunesmith.learn.live.votes import VotedPair, VoteMemory
+from tunesmith.learn.trainers import setup
+from tunesmith.learn.trainers.api import Metrics, StepResult
+from tunesmith.learn.trainers.metrics import update_metrics
+from tunesmith.learn.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
+from tunesmith.learn.trainers.signals import StopRequest, stop_signals
+from tunesmith.learn.trainers.token_check import token_facts
+from tunesmith.learn.trainers.work import Work
+from tunesmith.observe.profiling.meter import measured
+
+_log = get_logger(__name__)
+
+_OVER_BUDGET_UPDATES = 4
+"""Updates of the KL controller when the KL exceeds the budget; they about double the coefficient."""
+
+_HEARTBEAT_S = 2.0
+"""Seconds between heartbeats while the trainer waits."""
+
+_PAGE_SIZE = 1000
+"""Votes that are read at a time."""
+
+
+class Interrupted(Exception):
+    """A signal stopped an update. It is discarded; its votes are learnt from at the next start."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveResult:
+    """Result of a trainer: the served version and its folder (empty for the base model), number of updates, votes that
+    the version was trained on, its nats per completion to the base model, and the median seconds from vote to version.
+    """
+
+    serving: int
+    path: str
+    updates: int
+    votes: int
+    kl_per_sequence: float | None
+    vote_to_version_median_s: float | None
+
+
+@dataclass(slots=True)
+class Loop:
+    """The running trainer.
+
+    `job` is the id of this start in `runs.db`. `start` counts the starts so far and seeds the rollouts of `refill`: job
+    ids are time-based. `known_correct` says by vote id whether the served version agrees with a held-out vote.
+    `can_draw` is False if the last rollout had no two different completions of a prompt. `cost` is that of a trial.
+    """
+
+    cfg: LiveRecipe
+    learner: VoteDPO
+    offers: Offers
+    memory: VoteMemory
+    folder: LiveFolder
+    versions: Versions
+    stop: StopRequest
+    job: int = 0
+    start: int = 0
+    reward: RewardUpdate | None = None
+    known_correct: dict[int, bool] = field(default_factory=dict[int, bool])
+    num_refills: int = 0
+    can_draw: bool = True
+    last_heartbeat_s: float = -math.inf
+    cost: Work | None = None
+    once: Once = field(default_factory=lambda: Once(_log))
+
+    @property
+    def position(self) -> Position:
+        """Counters and cursors."""
+        return self.versions.position
+
+    def begin(self) -> None:
+        """Resume from the newest checkpoint, or start at version 0. Errors as in `Versions.resume`."""
+        self.versions.resume()
+        fresh, cursor, last = set(self.position.fresh), 0, self.position.vote_cursor
+        while cursor < last:
+            page = self.folder.votes.votes_after(cursor, _PAGE_SIZE)
+            for vote in (vote for vote in page if vote.id <= last):
+                self.memory.add([vote], learnt=vote.id not in fresh)
+            cursor = page[-1].id if page else last
+        self.job = self.folder.runs.start_job("train", {"serving": self.position.serving})
+        self.start = self.folder.runs.num_jobs("train")
+        if self.cfg.live.update != "dpo":
+            self.reward = RewardUpdate(self.cfg, self.learner, self.offers, self.memory)
+        self.heartbeat("ready")
+
+    def next_action(self) -> None:
+        """Do what is due first: a command, an update, a refill of offers, or waiting."""
+        command = self.read_votes()
+        if command is not None:
+            self.execute(command)
+        elif self.update_is_due(time.time()):
+            self.update()
+        elif self.can_draw and len(self.offers.open) < self.cfg.live.pool:
+            self.refill()
+        else:
+            if time.monotonic() - self.last_heartbeat_s >= _HEARTBEAT_S:
+                self.heartbeat("waiting")
+            time.sleep(self.cfg.live.poll_s)
+
+    def read_votes(self) -> Command | None:
+        """Read all new votes; returns the next command, if any. None while `votes.db` cannot be read, which the server
+        may repair.
+        """
+        position, votes = self.position, self.folder.votes
+        try:
+            while page := votes.votes_after(position.vote_cursor, _PAGE_SIZE):
+                self.memory.add(page)
+                self.offers.open -= {vote.offer_id for vote in page if vote.offer_id is not None}
+                heldout = [vote for vote in page if vote.heldout]
+                sources = [side.source_id for vote in heldout for side in (vote.chosen, vote.rejected)]
+                self.versions.update_win_rates(sources, list(self.memory.heldout.values()))
+                position.vote_cursor = page[-1].id
+            commands = votes.commands_after(position.command_cursor, 1)
+        except StoreError as error:
+            self.once.warning(f"votes cannot be read: {error}")
+            return None
+        return commands[0] if commands else None
+
+    def execute(self, command: Command) -> None:
+        """Execute a command; an invalid one is skipped with a warning."""
+        self.position.command_cursor = command.id
+        self.position.fresh = sorted(self.memory.fresh)  # read since the last checkpoint, whose cursor is behind them
+        if command.kind == "rollback" and command.argument.isdecimal():
+            self.heartbeat("going back")
+            if self.versions.roll_back(int(command.argument)):
+                self.known_correct = {}
+                self.refill(is_new=True)
+                _log.info("went back to version %s", command.argument)
+                return
+        else:
+            _log.warning("command %d is skipped: %s %r", command.id, command.kind, command.argument)
+        self.folder.save(self.versions.checkpoint())
+
+    def update_is_due(self, now: float) -> bool:
+        """True if there are enough fresh votes, or one has waited too long."""
+        section, fresh = self.cfg.live, self.memory.fresh
+        oldest = min((vote.created_at for vote in fresh.values()), default=now)
+        return len(fresh) >= section.votes_per_update or now - oldest >= section.update_after_s
+
+    def update(self) -> CheckResult:
+        """Train on the fresh votes, and serve the result if it passes its checks; else restore everything.
+
+        Raises Interrupted, with unusable weights, after a signal.
+        """
+        section, position = self.cfg.live, self.position
+        self.heartbeat("learning")
+        job = self.folder.runs.start_job("update")
+        self.cost = announce_update(self.learner, self.offers, self.memory, position.num_updates + 1, self.cost)
+        keep = partial(self.folder.files.append, PLACES)
+        with measured(self.cfg.run.measure, position.num_updates + 1, keep) as times:
+            heldout = self.memory.heldout_decided(section.check.num_votes)
+            correct_before = self.learner.correct(heldout, self.known_correct)
+            before = self.versions.snapshot()
+            votes = self.memory.take(section.max_votes_per_update)
+            position.num_updates += 1
+            steps = self.learn(votes)
+            not_finite = next((step.report.bad_part for step in steps if step.report and step.report.refused), "")
+            correct_after = self.learner.correct(heldout)
+            drawn = self.offers.draw("update", position.num_updates)  # measures the KL, then becomes the next offers
+            nats = self.mean_kl(drawn)
+            result = check(section, correct_before, correct_after, nats, not_finite)
+            with span("save"):
+                if result.passes:
+                    self.known_correct = dict(zip((vote.vote_id for vote in heldout), correct_after, strict=True))
+                else:
+                    self.versions.take_back(before)
+                adapt_kl(self.learner.kl, nats, section.kl)
+                self.learner.keep_reference_logps([*drawn.answers, *self.memory.answers])
+                version = self.versions.add(result, votes, self.memory.fresh)
+        metrics = {**mean_metrics(steps), **self.metrics(result, drawn, votes, steps), **times.metrics()}
+        self.folder.files.append_metrics(position.num_updates, metrics)
+        self.folder.runs.add_metrics(position.num_updates, metrics)
+        self.versions.publish(version)
+        if version.serving:
+            self.offer(drawn, is_new=True)
+        self.folder.runs.end_job(job, "done" if result.passes else "dropped", {"reason": result.reason})
+        outcome = f"version {position.serving} is served" if result.passes else f"dropped: {result.reason}"
+        numbers = position.num_updates, len(votes), outcome, nats, times.wall_s
+        _log.info("update %d: %d votes, %s, %.2f nats, %.1f s", *numbers)
+        return result
+
+    def learn(self, fresh: Sequence[VotedPair]) -> list[StepResult]:
+        """The optimizer steps of one update, on fresh votes and some learnt before."""
+        seed = derive(self.cfg.run.seed, "update", self.position.num_updates)
+        votes = [*fresh, *self.memory.replay(round(self.cfg.live.replay * len(fresh)), seed, fresh)]
+        if self.reward is None:
+            steps = self.preference_steps(votes, seed)
+        else:
+            steps = self.reward.steps(votes, seed, self.position.num_steps, self.progress)
+        results: list[StepResult] = []
+        for result in steps:
+            self.position.num_steps += 1
+            results += [] if result.report is None else [result]  # None: all rewards of each group were equal
+        return results
+
+    def preference_steps(self, votes: Sequence[VotedPair], seed: int) -> Iterator[StepResult]:
+        """Steps of online DPO; votes on one prompt are in one batch."""
+        section = self.cfg.dpo
+        for epoch in range(section.num_epochs):
+            order = permutation_of_groups(seed, epoch, Groups(vote.chosen.prompt_ids for vote in votes))
+            # Batches of about equal size: a short last one would get the same weight as a full one.
+            num_batches = math.ceil(len(order) / section.pairs_per_step)
+            for batch in chunks(order, math.ceil(len(order) / num_batches)):
+                self.progress("learning")
+                yield self.learner.step([votes[index] for index in batch], self.position.num_steps)
+
+    def mean_kl(self, drawn: Rollout) -> float:
+        """Mean over completions of log policy - log reference, in nats, with the engine's log-probs of the policy."""
+        with span("reference"):
+            reference = self.learner.reference_logp(drawn.answers)
+            sides = zip(drawn.completions, reference, strict=True)
+            return fmean(sum(one.raw_logps) - logp_T.sum().item() for one, logp_T in sides)
+
+    def metrics(
+        self, result: CheckResult, drawn: Rollout, votes: Sequence[VotedPair], steps: Sequence[StepResult]
+    ) -> Metrics:
+        """Metrics of an update besides those of its loss. Raises TrainingError after too many refused ones."""
+        position = self.position
+        reports = [step.report for step in steps if step.report is not None]
+        if reports and reports[-1].num_refused_in_row >= self.cfg.optimizer.max_refused_steps:
+            raise TrainingError(
+                f"{reports[-1].num_refused_in_row} optimizer steps in a row were not finite, the last in "
+                f"{reports[-1].bad_part}; version {position.serving} is served as before. Start again with a lower "
+                "--optimizer.learning-rate"
+            )
+        metrics: Metrics = {
+            **(update_metrics(reports) if reports else {}),
+            "kl": result.kl,
+            "objective/kl_coef": self.learner.kl.value,
+            "completions/mean_length": fmean(len(one.token_ids) for one in drawn.completions),
+            "votes/new": float(len(votes)),
+            "votes/heldout": float(len(self.memory.heldout)),
+            "votes/total": float(position.num_votes),
+            "version": float(position.serving),
+            "accepted": float(result.passes),
+            "memory/rss_gb": rss_gb(),
+        }
+        if result.accuracy is not None:
+            metrics["heldout/accuracy"] = result.accuracy
+        if result.passes and votes:
+            metrics["votes/to_version_s"] = median(position.latencies_s[-len(votes) :])
+        return metrics
+
+    def refill(self, *, is_new: bool = False) -> None:
+        """Draw and offer more pairs of the served version; with `is_new`, earlier offers become stale."""
+        self.heartbeat("drawing")
+        self.num_refills += 1
+        with trace():
+            drawn = self.offers.draw("refill", self.start, self.num_refills)
+        self.offer(drawn, is_new=is_new or self.num_refills == 1)
+
+    def offer(self, drawn: Rollout, *, is_new: bool) -> None:
+        """Offer pairs of `drawn` to raters; with `is_new`, earlier offers become stale."""
+        pairs = self.offers.pair(drawn, self.position.serving)
+        self.can_draw = bool(pairs)
+        if not pairs:
+            _log.warning("all completions of a prompt are equal: no pairs to compare until the policy changes")
+            return
+        retired = self.position.last_offer + 1 if is_new else 0
+        ids = self.folder.runs.add_offers(pairs, retires_before=retired)
+        self.offers.open = set(ids) if is_new else self.offers.open | set(ids)
+        self.position.last_offer = max(ids)
+
+    def heartbeat(self, state: str) -> None:
+        """Write to `runs.db` that the trainer is alive, and what it does."""
+        with span("heartbeat"):
+            self.folder.beat(self.position.num_updates, state)
+        self.last_heartbeat_s = time.monotonic()
+
+    def progress(self, state: str) -> None:
+        """A heartbeat between the steps of an update. Raises Interrupted after a signal."""
+        if self.stop.signal is not None:
+            raise Interrupted
+        self.heartbeat(state)
+
+    def finish(self) -> LiveResult:
+        """The result, also written to `result.json`."""
+        position = self.position
+        version, latencies_s = self.versions.find(position.serving), position.latencies_s
+        result = LiveResult(
+            serving=position.serving,
+            path=version.path if version else "",
+            updates=position.num_updates,
+            votes=position.num_votes,
+            kl_per_sequence=version.kl if version else None,
+            vote_to_version_median_s=median(latencies_s) if latencies_s else None,
+        )
+        self.folder.files.write_json("result.json", asdict(result))
+        self.folder.runs.end_job(self.job, "ended")
+        self.heartbeat("ended")
+        return result
+
+
+def adapt_kl(controller: kl.Controller, nats: float, section: LiveKLSection) -> None:
+    """Adapt the KL coefficient to the nats per completion. It does not fall below the recipe's: without penalty, the
+    policy would be far over the budget before the coefficient has grown again.
+    """
+    for _ in range(_OVER_BUDGET_UPDATES if section.budget is not None and nats > section.budget else 1):
+        controller.update(nats, 1)
+    controller.value = max(controller.value, section.coef)
+
+
+def mean_metrics(results: Sequence[StepResult]) -> Metrics:
+    """Means over the steps that have the metric; numbers of tokens are summed."""
+    means: Metrics = {}
+    for name in dict.fromkeys(name for one in results for name in one.metrics):
+        values = [one.metrics[name] for one in results if name in one.metrics]
+        means[name] = sum(values) if name in ("num_tokens", "rollout/unused_tokens") else sum(values) / len(values)
+    return means
+
+
+def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Iterable[PromptLike] | None = None) -> Loop:
+    """The loop at version 0, the model that `cfg` names. `prompts` replace those of `cfg`.
+
+    Raises InputError for a model or prompts that cannot be used.
+    """
+    device = setup.prepare(cfg)
+    loaded = load_policy(cfg.model, device=device)
+    model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model)
+    max_length = room_for_prompts(model, cfg.rollout.max_new_tokens)
+    given = None if prompts is None else list(prompts)
+    found = sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed, given, max_length=max_length)
+    if cfg.live.heldout_prompts_per_round and not found.heldout:
+        raise DataError(
+            "no prompts are held out, so updates cannot be checked; give prompts.heldout_fraction a larger share, "
+            "prompts.heldout_source a file, or set live.heldout_prompts_per_round to 0"
+        )
+    token_facts(model, tokenizer, found.prompts).check()
+    identity = {
+        "the model": fingerprint_of_tensors(model),
+        "the prompts": fingerprint_of_rows((one.id, one.content) for one in (*found.train, *found.heldout)),
+        "the device": device.type,
+    }
+    policy = model_of_recipe(model, cfg.model)
+    reference = model_of_recipe(frozen_copy(model), cfg.model, policy.kernels)
+    freeze_lower_layers(model, cfg.model.num_trainable_layers)
+    optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS, kernels=policy.kernels)
+    controller = kl.Controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0)
+    learner = VoteDPO(cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature)
+    engine = engine_for(cfg.rollout, policy, tokenizer, lambda: learner.optimizer)  # a rollback replaces it
+    offers = Offers(cfg, found, engine, reference, tokenizer)
+    cut = {one.content: one.token_ids for one in (*found.train, *found.heldout) if one.token_ids is not None}
+    memory = VoteMemory(tokenizer, context or 10**9, keeps_ties=cfg.dpo.ties != "drop", prompt_ids=cut)
+    return Loop(cfg, learner, offers, memory, folder, Versions(cfg, learner, folder, identity), stop)
+
+
+def run(
+    cfg: LiveRecipe, *, provenance: Mapping[str, str] | None = None, prompts: Iterable[PromptLike] | None = None
+) -> LiveResult:
+    """Learn from votes in the folder `cfg.live.dir` until SIGTERM or SIGINT; returns the result, as in `result.json`.
+
+    A folder that was used before is resumed: weights, optimizer and votes are as they were.
+
+    Raises:
+        InputError: for a config, model or prompts that cannot be used, or a folder that is in use.
+        TrainingError: if too many updates in a row are not finite.
+    """
+    with open_folder(cfg, provenance) as folder, stop_signals() as stop:
+        loop = build(cfg, folder, stop, prompts)
+        loop.begin()
+        try:
+            while stop.signal is None:
+                loop.next_action()
+        except Interrupted:
+            _log.info("an update was discarded; its votes are learnt from at the next start")
+        return loop.finish()

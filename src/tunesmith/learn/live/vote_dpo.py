@@ -1,0 +1,183 @@
+"""Online direct preference optimisation: the policy learns from votes on completions that it drew itself.
+
+Guo et al. 2024, arXiv 2402.04792; Qi et al. 2024, arXiv 2406.05534. The loss is one of `algorithms.direct_loss` plus a
+penalty on the KL to the base model, which is the reference. Shape legend: N votes, S sides (0 chosen, 1 rejected), A
+distinct answers of a micro-batch, B the same answers as rows of the batch, T completion tokens.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from tunesmith.base.config.algorithms.live import LiveDPOSection
+from tunesmith.base.config.sections import OptimizerSection
+from tunesmith.base.core.trace import span
+from tunesmith.collect.data.answers import Answer, AnswerBatch, AnswerTable, collate_answers
+from tunesmith.engine.batch.pack import chunks
+from tunesmith.engine.models.language_model import LanguageModel
+from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
+from tunesmith.engine.models.logprob import TokenScores, length_mask, token_logps
+from tunesmith.engine.models.optimizer import MasterAdamW
+from tunesmith.learn.algorithms import direct_loss, kl
+from tunesmith.learn.algorithms.direct_loss import DirectStats, PairLogps
+from tunesmith.learn.algorithms.kl import Controller
+from tunesmith.learn.algorithms.sums import merged
+from tunesmith.learn.live.votes import VotedPair
+from tunesmith.learn.trainers import setup
+from tunesmith.learn.trainers.api import PolicyWithKL, StepResult
+from tunesmith.learn.trainers.dpo import TokenSums, token_metrics
+from tunesmith.learn.trainers.passes import accumulate
+
+NUM_STEPS = 10**9
+"""Total steps of optimizers and schedules: the live loop has no end."""
+
+
+@dataclass(frozen=True, slots=True)
+class VoteBatch:
+    """The answers of some votes, their log-probs under the reference, and the two answers of each vote."""
+
+    answers: AnswerBatch
+    reference_logp_BT: torch.Tensor
+    answer_SN: torch.Tensor
+    tie_N: torch.Tensor
+
+
+@dataclass(slots=True)
+class VoteDPO(PolicyWithKL):
+    """The learner: `step` changes the policy, the optimizer and `reference_logps`.
+
+    `temperature` is that of the rollouts. `reference_logps` caches log-probs under the reference, `[T]` on the CPU, by
+    answer. It is part of a checkpoint: in float32 the last bits depend on the batch that an answer was computed in.
+    """
+
+    cfg: LiveDPOSection
+    policy: LanguageModel
+    reference: LanguageModel
+    optimizer: MasterAdamW
+    kl: Controller
+    tokenizer: PreTrainedTokenizerBase
+    temperature: float
+    reference_logps: dict[Answer, torch.Tensor] = field(default_factory=dict[Answer, torch.Tensor])
+
+    def step(self, votes: Sequence[VotedPair], index: int) -> StepResult:
+        """One step: the loss of `votes` and the KL penalty, accumulated over micro-batches, and an update."""
+        with span("reference"):
+            self.reference_logp(answer for vote in votes for answer in vote.answers)
+        loss_of = partial(self.micro_batch_loss, num_votes=len(votes))
+        with span("update"):
+            report, stats = accumulate(self.optimizer, chunks(votes, self.cfg.micro_batch_size), loss_of)
+        with span("metrics"):
+            metrics = {**merged([one for one, _ in stats]).metrics(), **token_metrics([sums for _, sums in stats])}
+        return StepResult(metrics, report, lambda: [asdict(vote.as_pair()) for vote in votes])
+
+    def micro_batch_loss(
+        self, votes: Sequence[VotedPair], num_votes: float
+    ) -> tuple[torch.Tensor, tuple[DirectStats, TokenSums]]:
+        """The loss of `votes`, divided by `num_votes`, with its statistics.
+
+        An answer of several votes is computed once, and counts once for each. The KL penalty is the coefficient times
+        the nats per answer, with the gradient of KL(policy, reference), since the answers are the policy's own samples.
+        """
+        sent = setup.sent(self.collate(votes), self.uploader)
+        batch = sent.answers
+        scores = self.scores(self.policy, batch)
+        reference_logp_BT = sent.reference_logp_BT.to(scores.logp_BT)
+        length_B = batch.lengths_B - batch.prompt_lengths_B
+        mask_BT = length_mask(length_B, scores.logp_BT.shape[1])
+
+        row_A = torch.argsort(batch.answer_B)
+        logp_A, reference_logp_A = scores.logp_BT.sum(dim=1)[row_A], reference_logp_BT.sum(dim=1)[row_A]
+        answer_SN = sent.answer_SN
+        logps = PairLogps(logp_A[answer_SN], length_B[row_A][answer_SN], reference_logp_A[answer_SN], sent.tie_N)
+        loss, stats = direct_loss.paired(logps, self.cfg, num_pairs=num_votes)
+        if self.kl.value > 0:
+            nats_A = kl.penalty("k1", scores.logp_BT, reference_logp_BT, mask_BT).sum(dim=1)[row_A]
+            loss = loss + self.kl.value * nats_A[answer_SN].sum() / (2 * num_votes)
+        return loss, (stats, TokenSums.of_batch(length_B, scores.entropy_BT))
+
+    def collate(self, votes: Sequence[VotedPair]) -> VoteBatch:
+        """The votes as CPU tensors, each distinct answer once."""
+        table = AnswerTable()
+        pairs = [(table.place(vote.chosen), table.place(vote.rejected)) for vote in votes]
+        batch = collate_answers(table.answers, range(len(table.answers)))
+        reference = self.reference_logp(table.answers[index] for index in batch.answer_B.tolist())
+        reference_logp_BT = pad_sequence(reference, batch_first=True)
+        return VoteBatch(batch, reference_logp_BT, torch.tensor(pairs).T, torch.tensor([vote.tie for vote in votes]))
+
+    def scores(self, model: LanguageModel, batch: AnswerBatch) -> TokenScores:
+        """Log-probs and entropies of the completion tokens under `model`."""
+        ids_BS, lengths_B, prompt_lengths_B = batch.ids_BS, batch.lengths_B, batch.prompt_lengths_B
+        return token_logps(model, ids_BS, lengths_B, prompt_lengths_B=prompt_lengths_B, temperature=self.temperature)
+
+    def reference_logp(self, answers: Iterable[Answer]) -> list[torch.Tensor]:
+        """Log-probs of each answer under the reference, `[T]` in float32 on the CPU, computed once per answer."""
+        requested = list(answers)
+        missing = set(requested) - self.reference_logps.keys()
+        order = sorted(missing, key=lambda answer: (answer.prompt_ids, answer.completion_ids))
+        for part, logp_BT in self.answer_logps(self.reference, order):
+            for answer, logp_T in zip(part, logp_BT.cpu(), strict=True):
+                self.reference_logps[answer] = logp_T[: len(answer.completion_ids)].clone()
+        return [self.reference_logps[answer] for answer in requested]
+
+    @torch.no_grad()
+    def answer_logps(
+        self, model: LanguageModel, answers: Sequence[Answer]
+    ) -> Iterator[tuple[list[Answer], torch.Tensor]]:
+        """Batches of the distinct `answers` with their log-probs under `model`, `[B, T]`, zeros behind each answer."""
+        for part in chunks(answers, 2 * self.cfg.micro_batch_size):
+            made = collate_answers(part, range(len(part)))
+            scores = self.scores(model, setup.sent(made, self.uploader))
+            yield [part[index] for index in made.answer_B.tolist()], scores.logp_BT
+
+    def correct(self, votes: Sequence[VotedPair], known: Mapping[int, bool] = MappingProxyType({})) -> list[bool]:
+        """For each vote, whether the reward, log policy - log reference, is higher for the chosen answer.
+
+        `known` are results for the current weights by vote id, which are not computed again.
+        """
+        with span("check"):
+            distinct = dict.fromkeys(a for vote in votes if vote.vote_id not in known for a in vote.answers)
+            reference = [logp_T.sum().item() for logp_T in self.reference_logp(distinct)]
+            reward = dict(zip(distinct, reference, strict=True))
+            for part, logp_BT in self.answer_logps(self.policy, sorted(distinct, key=lambda one: one.prompt_ids)):
+                for answer, logp in zip(part, logp_BT.sum(dim=1).tolist(), strict=True):
+                    reward[answer] = logp - reward[answer]
+        return [
+            known[vote.vote_id] if vote.vote_id in known else reward[vote.chosen] > reward[vote.rejected]
+            for vote in votes
+        ]
+
+    def keep_reference_logps(self, answers: Iterable[Answer]) -> None:
+        """Drop cached log-probs of all other answers."""
+        kept = set(answers)
+        self.reference_logps = {one: logp_T for one, logp_T in self.reference_logps.items() if one in kept}
+
+    def cache_tensors(self) -> dict[str, torch.Tensor]:
+        """The cached log-probs as flat tensors: `sizes` are the tokens of each prompt and each completion."""
+        answers = list(self.reference_logps)
+        ids = [token for one in answers for token in (*one.prompt_ids, *one.completion_ids)]
+        sizes = [(len(one.prompt_ids), len(one.completion_ids)) for one in answers]
+        return {
+            "ids": torch.tensor(ids, dtype=torch.int32),
+            "sizes": torch.tensor(sizes, dtype=torch.int32).reshape(-1, 2),
+            "logps": torch.cat([*self.reference_logps.values(), torch.zeros(0)]),
+        }
+
+    def load_cache(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the cached log-probs by those of `cache_tensors()`."""
+        sizes = tensors["sizes"].tolist()
+        ids = iter(tensors["ids"].split([size for pair in sizes for size in pair]))
+        logps = tensors["logps"].split([completion for _, completion in sizes])
+        self.reference_logps = {
+            Answer(tuple(next(ids).tolist()), tuple(next(ids).tolist())): logp_T.clone() for logp_T in logps
+        }
+
+    def reset_optimizer(self, section: OptimizerSection) -> None:
+        """Replace the optimizer by a new one on the current weights."""
+        old, kernels = self.optimizer, self.policy.kernels
+        self.optimizer = MasterAdamW(self.policy.module, section, total_steps=NUM_STEPS, kernels=kernels)
+        old.close()
+        self.optimizer.weight_version = old.weight_version + 1

@@ -1,0 +1,145 @@
+"""Votes as token ids: new ones, those learnt from, and those on held-out prompts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tunesmith.base.core.errors import DataError
+from tunesmith.base.core.log import get_logger
+from tunesmith.base.core.seeds import derive, permutation
+from tunesmith.base.schema.records import Pair, Prompt, Text
+from tunesmith.collect.data.answers import Answer, TokenLimit, encode_answer, fitting
+from tunesmith.collect.store.records import Candidate, StoredVote
+from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, encode_prompt
+
+_log = get_logger(__name__)
+
+LEARNABLE = frozenset({"left_much", "left", "right", "right_much", "tie"})
+"""Verdicts that are learnt from; `both_bad` and `skip` do not say which answer is better."""
+
+MAX_REMEMBERED = 8192
+"""Learnt votes that are kept for replay, and held-out votes; the oldest are dropped first."""
+
+
+@dataclass(frozen=True, slots=True)
+class VotedPair:
+    """A vote as token ids. With `tie` the order of the answers has no meaning. `created_at` in seconds (UTC).
+
+    `sources` are the versions that wrote the chosen and the rejected answer (`v12`; `v0` is the base model), if known.
+    """
+
+    vote_id: int
+    prompt: Prompt
+    chosen: Answer
+    rejected: Answer
+    tie: bool
+    heldout: bool
+    created_at: float
+    texts: tuple[str, str]
+    sources: tuple[str, str] = ("", "")
+
+    @property
+    def answers(self) -> tuple[Answer, Answer]:
+        """Both answers, the chosen one first."""
+        return self.chosen, self.rejected
+
+    def as_pair(self) -> Pair:
+        """The vote as text."""
+        return Pair(self.prompt, self.texts[0], self.texts[1], tie=self.tie)
+
+
+@dataclass(slots=True)
+class VoteMemory:
+    """Votes to learn from, by vote id: `fresh` ones, those `learnt` before, and those on held-out prompts.
+
+    An answer has at most `max_tokens` tokens with its prompt. `prompt_ids` are the ids of prompts that were cut by
+    tokens, by their text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    keeps_ties: bool = True
+    prompt_ids: Mapping[Text, tuple[int, ...]] = field(default_factory=dict[Text, tuple[int, ...]])
+    fresh: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
+    learnt: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
+    heldout: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
+    _vote_of: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Answers of all votes."""
+        votes = (*self.fresh.values(), *self.learnt.values(), *self.heldout.values())
+        return [answer for vote in votes for answer in vote.answers]
+
+    def add(self, votes: Iterable[StoredVote], *, learnt: bool = False) -> None:
+        """Add votes from the store; a changed vote replaces the one before. `learnt` marks them as trained on.
+
+        Votes on gold items, which test raters, are skipped; so are, with a warning, votes with an answer that is too
+        long or refused by the chat template.
+        """
+        for vote in votes:
+            replaced = self._vote_of.pop(vote.presentation_id, 0)
+            for known in (self.fresh, self.learnt, self.heldout):
+                known.pop(replaced, None)
+            if vote.verdict not in LEARNABLE or vote.is_gold:
+                continue
+            try:
+                known = self.prompt_ids.get(vote.prompt) if isinstance(vote.prompt, str) else None
+                pair = encode_vote(vote, self.tokenizer, self.max_tokens, known)
+            except DataError as error:
+                _log.warning("vote %d is left out: %s", vote.id, error)
+                continue
+            if pair.tie and not (pair.heldout or self.keeps_ties):
+                continue
+            target = self.heldout if vote.heldout else self.learnt if learnt else self.fresh
+            target[vote.id], self._vote_of[vote.presentation_id] = pair, vote.id
+            if len(target) > MAX_REMEMBERED and target is not self.fresh:
+                del target[min(target)]
+
+    def take(self, limit: int) -> list[VotedPair]:
+        """Move the oldest `limit` fresh votes to the learnt ones, and return them."""
+        taken = [self.fresh.pop(vote_id) for vote_id in sorted(self.fresh)[:limit]]
+        self.learnt |= {one.vote_id: one for one in taken}
+        for vote_id in sorted(self.learnt)[: max(0, len(self.learnt) - MAX_REMEMBERED)]:
+            del self.learnt[vote_id]
+        return taken
+
+    def replay(self, count: int, seed: int, excluded: Sequence[VotedPair]) -> list[VotedPair]:
+        """`count` learnt votes without repeats: a pure function of `seed` and their ids."""
+        known = sorted(self.learnt.keys() - {one.vote_id for one in excluded})
+        drawn = permutation(derive(seed, "replay"), 0, len(known))[:count]
+        return [self.learnt[known[index]] for index in drawn]
+
+    def heldout_decided(self, limit: int) -> list[VotedPair]:
+        """The newest `limit` held-out votes that prefer one of two answers of the same version.
+
+        Each model assigns its own answers a higher likelihood, so votes between two versions would be biased.
+        """
+        known = (self.heldout[vote_id] for vote_id in sorted(self.heldout))
+        return [vote for vote in known if not vote.tie and vote.sources[0] == vote.sources[1]][-limit:]
+
+
+def encode_vote(
+    vote: StoredVote, tokenizer: PreTrainedTokenizerBase, max_tokens: int, prompt_ids: tuple[int, ...] | None = None
+) -> VotedPair:
+    """The vote with its sampled token ids, or text encoded where there are none; `prompt_ids` are the prompt's, if its
+    text does not say them. Raises DataError if it cannot be.
+    """
+    prompt = Prompt(str(vote.item_id), vote.prompt, token_ids=prompt_ids)
+    return VotedPair(
+        vote_id=vote.id,
+        prompt=prompt,
+        chosen=_answer(prompt, vote.chosen, tokenizer, max_tokens),
+        rejected=_answer(prompt, vote.rejected, tokenizer, max_tokens),
+        tie=vote.verdict == "tie",
+        heldout=vote.heldout,
+        created_at=vote.created_at,
+        texts=(vote.chosen.text, vote.rejected.text),
+        sources=(vote.chosen.source_id, vote.rejected.source_id),
+    )
+
+
+def _answer(prompt: Prompt, candidate: Candidate, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Answer:
+    if not candidate.token_ids:
+        answer = encode_answer(tokenizer, prompt, candidate.text)
+        return fitting([answer], ["answer"], TokenLimit(max_tokens))[0]
+    return Answer(encode_prompt(tokenizer, prompt), tuple(candidate.token_ids))

@@ -1,0 +1,182 @@
+"""Reward models as rewards: the sampled token ids are scored as they are where the vocabularies agree.
+
+Shape legend: B sequences, T positions.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from tunesmith.base.core.errors import RewardError
+from tunesmith.base.schema.records import plain_text
+from tunesmith.engine.batch.pack import chunks
+from tunesmith.engine.models.conversation import is_continued
+from tunesmith.engine.models.heads import RewardModel
+from tunesmith.engine.models.tokenizer import (
+    PreTrainedTokenizerBase,
+    encode_marked,
+    end_token_id,
+    ending_ids,
+    same_vocabulary,
+    special_token_ids,
+)
+from tunesmith.learn.rewards.outcome import Logged, Outcome, Policy, Sample, SampleError, Scored
+
+# Spaces, line breaks, digits, accents and an emoji: what tokenizers with one vocabulary may still split differently.
+_PROBES = (
+    "The movie was",
+    "  two  spaces\nand\ttabs\r\n",
+    "Na\u00efve caf\u00e9, 12345 3.14!",
+    "\U0001f600 <|endoftext|>",
+)
+_MAX_SANE_LENGTH = 10**9  # tokenizers without a limit say 10**30
+
+
+class ModelReward:
+    """A reward model as a reward.
+
+    Sequences are scored in micro-batches of `micro_batch_size` without gradients, sorted by length if they are padded
+    (see `RewardModel.packs_rows`). With the policy's own tokenizer the ids of the rollout are scored; a completion that
+    its length limit cut off is closed with the end-of-sequence token that ended every training sequence. With another
+    tokenizer, or for a classifier that does not read the last token, the text is encoded again: by the chat template if
+    there is one, else as plain text.
+    """
+
+    def __init__(
+        self,
+        model: RewardModel,
+        name: str | None = None,
+        *,
+        policy_tokenizer: PreTrainedTokenizerBase | None = None,
+        micro_batch_size: int = 32,
+        policy: Policy | None = None,
+    ) -> None:
+        if micro_batch_size < 1:
+            raise RewardError(f"micro_batch_size is {micro_batch_size}; give 1 or more")
+        self.name = name or model_name(model.source)
+        self.policy = policy or Policy()
+        self.is_async = False
+        self.model = model
+        self._micro_batch_size = micro_batch_size
+        self.scores_token_ids = (
+            policy_tokenizer is not None
+            and model.pools_last_token
+            and same_tokenizer(policy_tokenizer, model.tokenizer)
+        )
+        self._same_template = (
+            policy_tokenizer is not None and policy_tokenizer.chat_template == model.tokenizer.chat_template
+        )
+        self._special = special_token_ids(model.tokenizer)
+        self._endings = [_ending(model, is_conversational=is_turn) for is_turn in (False, True)]
+        self._max_tokens = _max_tokens(model)
+        self.begin: Callable[[Sequence[Sample], Mapping[str, object]], Future[Scored] | None] = _here
+        """Begins a call that is made elsewhere, and returns its outcomes; None if this process must make it."""
+
+    def score(self, samples: Sequence[Sample]) -> list[float | None]:
+        """One reward per sample. Raises RewardError for a sequence that is too long, or a reward that is not finite."""
+        return self.outcomes(samples).numbers()
+
+    def outcomes(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
+        """The reward of each sample, or why it has none: its sequence is too long, or its reward not finite."""
+        sequences = [self.encode(sample) for sample in samples]
+        outcomes: list[Outcome] = [None] * len(samples)
+        fitting = [place for place, ids in enumerate(sequences) if len(ids) <= self._max_tokens]
+        for place in set(range(len(samples))).difference(fitting):
+            outcomes[place] = SampleError(
+                f"reward model `{self.name}` takes {self._max_tokens} tokens, but {samples[place]} has "
+                f"{len(sequences[place])} with its prompt; lower max_new_tokens or shorten the prompts",
+                "too long",
+            )
+        rewards = self._score_sequences([sequences[place] for place in fitting])
+        for place, reward in zip(fitting, rewards, strict=True):
+            message = f"reward model `{self.name}` gave {reward} to {samples[place]}; its weights may be damaged"
+            outcomes[place] = reward if math.isfinite(reward) else SampleError(message, "not finite")
+        return Scored(outcomes, Logged(len(samples)))
+
+    def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        order = list(range(len(sequences)))
+        if not self.model.packs_rows:  # else there is no padding, and the rows of one prompt stay together
+            order.sort(key=lambda index: len(sequences[index]))
+        rewards = [0.0] * len(sequences)
+        device = next(self.model.parameters()).device
+        with _evaluating(self.model), torch.no_grad():
+            for indices in chunks(order, self._micro_batch_size):
+                lengths = [len(sequences[index]) for index in indices]
+                rows = [[*sequences[index], *[0] * (max(lengths) - len(sequences[index]))] for index in indices]
+                ids_BT, lengths_B = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
+                for index, reward in zip(indices, self.model(ids_BT, lengths_B).tolist(), strict=True):
+                    rewards[index] = reward
+        return rewards
+
+    def encode(self, sample: Sample) -> tuple[int, ...]:
+        """The token ids that are scored of `sample`: those of the rollout, or of its text encoded again.
+
+        Raises:
+            InputError: the chat template refuses it.
+        """
+        if self.scores_token_ids and (self._same_template or not sample.prompt.is_conversational):
+            return self._closed(sample)
+        tokenizer = self.model.tokenizer
+        if self.model.pools_last_token and (tokenizer.chat_template or not sample.prompt.is_conversational):
+            prompt = replace(sample.prompt, token_ids=None)  # which may be another tokenizer's
+            return self.model.encode(prompt, sample.completion.text)
+        content = sample.prompt.content
+        separator = "" if isinstance(content, str) or is_continued(content) else "\n"
+        text = plain_text(content) + separator + sample.completion.text
+        return encode_marked(tokenizer, text)
+
+    def _closed(self, sample: Sample) -> tuple[int, ...]:
+        ids = sample.prompt_token_ids + sample.completion.token_ids
+        end_id, tail = self._endings[sample.prompt.is_conversational]
+        was_stopped = sample.completion.finish_reason == "stop" and ids[-1] in self._special
+        if end_id is None or ids[-1] == end_id or was_stopped:
+            return ids + tail
+        return (*ids, end_id, *tail)
+
+
+def _ending(model: RewardModel, *, is_conversational: bool) -> tuple[int | None, tuple[int, ...]]:
+    """The token that closes a completion where the model was trained, and the ids that it reads behind that."""
+    if is_conversational and not model.is_made_here:
+        return ending_ids(model.tokenizer)
+    is_closed = is_conversational or model.ends_text
+    return end_token_id(model.tokenizer, is_conversational=is_conversational) if is_closed else None, ()
+
+
+@contextmanager
+def _evaluating(model: RewardModel) -> Iterator[None]:
+    """A block without dropout. A model that has none switched on is left alone: other threads may be using it."""
+    if not model.training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def _here(samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored] | None":
+    return None
+
+
+def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    """True if both have one vocabulary and split a set of probe texts alike, so that ids of one suit the other."""
+    return first is second or (
+        same_vocabulary(first, second)
+        and all(first(probe)["input_ids"] == second(probe)["input_ids"] for probe in _PROBES)
+    )
+
+
+def model_name(source: str) -> str:
+    """The last part of a hub id or folder, for metrics; `final` gives way to the run that it belongs to."""
+    parts = [part for part in source.split("/") if part not in ("", ".", "final")]
+    return parts[-1] if parts else "reward_model"
+
+
+def _max_tokens(model: RewardModel) -> int:
+    limits = (model.tokenizer.model_max_length, getattr(model.model.config, "max_position_embeddings", None))
+    return min(int(limit) for limit in (*limits, _MAX_SANE_LENGTH) if limit)

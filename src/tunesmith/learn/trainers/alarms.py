@@ -1,0 +1,78 @@
+"""Alarms: signs in the metrics that a policy leaves the path, each recorded once as a finding when it begins."""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from types import MappingProxyType
+
+from tunesmith.base.config.sections import AlarmsSection
+from tunesmith.base.schema.records import Finding
+
+_FIRST_STEPS = 3
+"""Steps whose mean length and entropy later ones are compared with."""
+
+Row = Mapping[str, float]
+
+
+def alarms(rows: Sequence[Row], section: AlarmsSection) -> list[Finding]:
+    """Findings that hold at the last of `rows`, the metrics of all steps so far, and did not one step before."""
+    begun: list[Finding] = []
+    for name, message_of in _ALARMS.items():
+        message = message_of(rows, section)
+        if message and not (len(rows) > 1 and message_of(rows[:-1], section)):
+            begun.append(Finding(int(rows[-1]["step"]), name, "warning", message))
+    return begun
+
+
+def _kl(rows: Sequence[Row], section: AlarmsSection) -> str:
+    value = _latest(rows, "objective/kl")
+    if value is None or section.max_kl is None or value <= section.max_kl:
+        return ""
+    return (
+        f"the KL to the reference is {value:.1f} nats per completion, above {section.max_kl:g} (alarms.max_kl): the "
+        "policy has moved far; raise the KL coefficient or lower optimizer.learning_rate"
+    )
+
+
+def _length(rows: Sequence[Row], section: AlarmsSection) -> str:
+    first, now = _first(rows, "completions/mean_length"), _latest(rows, "completions/mean_length")
+    if first is None or now is None or section.length_factor is None:
+        return ""
+    if now > first * section.length_factor:
+        return f"completions grew from {first:.0f} to {now:.0f} tokens: look whether the reward pays for length"
+    if now < first / section.length_factor:
+        return f"completions shrank from {first:.0f} to {now:.0f} tokens: look whether the reward pays for saying less"
+    return ""
+
+
+def _entropy(rows: Sequence[Row], section: AlarmsSection) -> str:
+    first, now = _first(rows, "entropy"), _latest(rows, "entropy")
+    if first is None or now is None or section.min_entropy_share is None or now >= first * section.min_entropy_share:
+        return ""
+    return (
+        f"the entropy per token fell from {first:.2f} to {now:.2f} nats: completions become alike; raise entropy_coef, "
+        "the KL coefficient or clip_high, or stop earlier"
+    )
+
+
+def _no_signal(rows: Sequence[Row], section: AlarmsSection) -> str:
+    now = rows[-1].get("frac_reward_zero_std")
+    if now is None or now < 1.0:
+        return ""
+    return "in no group do the rewards differ, so nothing was learnt in this step; take easier or harder prompts"
+
+
+_ALARMS: Mapping[str, Callable[[Sequence[Row], AlarmsSection], str]] = MappingProxyType(
+    {"kl": _kl, "length": _length, "entropy": _entropy, "no_signal": _no_signal}
+)
+"""Functions that return the message of a finding if the last row is alarming, else empty text, by its name."""
+
+
+def _latest(rows: Sequence[Row], name: str) -> float | None:
+    """The figure of the last step that has it: a step without an update has no KL and no entropy."""
+    return next((row[name] for row in reversed(rows) if name in row), None)
+
+
+def _first(rows: Sequence[Row], name: str) -> float | None:
+    """The mean of the first steps, None before there are more than those."""
+    values = [row[name] for row in rows[:_FIRST_STEPS] if name in row]
+    return fmean(values) if len(rows) > _FIRST_STEPS and values else None

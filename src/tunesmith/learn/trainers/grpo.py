@@ -1,0 +1,131 @@
+"""Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300), RLOO (Ahmadian et al. 2024), and variants.
+
+Several completions are drawn for each prompt, and each is compared with the others of its group: no critic. Groups
+whose rewards are all equal have no gradient and are left out. Shape legend: P prompts, G completions per prompt, R
+rewards. The step is `PolicyStep.step`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+
+from tunesmith.base.config.algorithms.grpo import GRPOSection, Keep
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.pack import PolicyBatch
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.learn.algorithms import advantages
+from tunesmith.learn.rewards.scorer import Scores, joined
+from tunesmith.learn.trainers import rollouts
+from tunesmith.learn.trainers.api import Metrics
+from tunesmith.learn.trainers.metrics import UpdateStats
+from tunesmith.learn.trainers.policy_step import Credit, PolicyStep
+
+
+@dataclass(slots=True)
+class GRPO(PolicyStep):
+    """The learner: `step` changes the policy, the optimizer and the KL controller."""
+
+    cfg: GRPOSection
+
+    def draw(self, prompts: Sequence[Prompt], index: int) -> tuple[list[Group], Scores]:
+        """The groups of `prompts` and their scores.
+
+        Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) then draws groups of further prompts, one
+        for each group without a gradient, until enough groups have one or the recipe's limit is reached.
+        """
+        groups: list[Group] = []
+        parts: list[Scores] = []
+        num_missing, wanted = len(prompts), list(prompts)
+        further = rollouts.further_prompts(self.pool, prompts, self.rollouts.seed, index)
+        for attempt in range(1 + self.cfg.dynamic_sampling):
+            stream = f"refill {attempt}" if attempt else "rollout"
+            drawn, scores = self.rollouts.draw(wanted, stream, index)
+            groups.extend(drawn)
+            parts.append(scores)
+            num_missing -= int(self.differing(self.judged(drawn, scores)).sum())
+            wanted = list(islice(further, num_missing))
+            if not wanted:
+                break
+        return groups, joined(parts)
+
+    def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
+        """Each completion compared with its group, of the groups whose rewards differ."""
+        judged = self.judged(groups, scores)
+        differs_P = self.differing(judged)  # by rewards alone: a KL in the reward is no signal of its own
+        figures = {
+            "frac_reward_zero_std": (~differs_P).float().mean().item(),
+            "groups/num_drawn": float(len(groups)),
+            "groups/num_dropped": float((~differs_P).sum().item()),
+        }
+        learnt_PG = judged.valid_PG & differs_P[:, None] & ~left_out(self.cfg, groups)
+        if kl_PG is not None:
+            judged = replace(judged, total_PG=judged.total_PG - self.kl.value * kl_PG.to(judged.total_PG))
+        return Credit(learnt_PG, self.compare(judged, lengths(groups)), figures, judged.valid_PG)
+
+    def compare(self, scores: Scores, length_PG: torch.Tensor) -> torch.Tensor:
+        """Advantage of each completion by the rewards of its group, `[P, G]`; only those that are valid take part."""
+        cfg, valid_PG = self.cfg, scores.valid_PG
+        if cfg.pass_at > 1:
+            return advantages.pass_at(cfg.pass_at, scores.total_PG, valid_PG).advantage_PG
+        if cfg.multi_objective_aggregation == "normalize_then_sum":
+            part_RPG = torch.stack(list(scores.parts.values()))
+            weights = torch.tensor(self.rollouts.scorer.weights)
+            return advantages.normalized_sum(part_RPG, weights, valid_PG).advantage_PG
+        return advantages.group_relative(
+            scores.total_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale, length_PG=length_PG
+        ).advantage_PG
+
+    def judged(self, groups: Sequence[Group], scores: Scores) -> Scores:
+        """The scores that are compared: valid are the completions that the recipe keeps of those whose reward is known,
+        and the reward for short ones is added.
+        """
+        cfg, valid_PG, total_PG = self.cfg, scores.valid_PG, scores.total_PG
+        if cfg.keep is not None:
+            valid_PG = kept_of(scores, lengths(groups), cfg.keep, cfg.keep_by)
+        if cfg.length_penalty > 0:
+            short_PG = advantages.length_reward(total_PG, lengths(groups), valid_PG)
+            total_PG = total_PG + cfg.length_penalty * short_PG
+        return replace(scores, valid_PG=valid_PG, total_PG=total_PG)
+
+    def differing(self, scores: Scores) -> torch.Tensor:
+        """True for each group with a gradient, `[P]`: its rewards differ, or one of several that are compared alone."""
+        if self.cfg.pass_at > 1:
+            return advantages.pass_at(self.cfg.pass_at, scores.total_PG, scores.valid_PG).varies_P
+        if self.cfg.multi_objective_aggregation == "sum_then_normalize":
+            return advantages.rewards_differ(scores.total_PG, scores.valid_PG)
+        differs_P = torch.zeros(len(scores.total_PG), dtype=torch.bool)
+        for weight, part_PG in zip(self.rollouts.scorer.weights, scores.parts.values(), strict=True):
+            if weight != 0:
+                differs_P |= advantages.rewards_differ(part_PG, scores.valid_PG & ~part_PG.isnan())
+        return differs_P
+
+    def figures(self, scores: Scores, batch: PolicyBatch, stats: UpdateStats) -> Metrics:
+        """The KL to the reference, in the first update alone: there the policy is that of the step's begin."""
+        first = stats.first
+        if not first.has_reference:
+            return {}
+        return {"objective/kl": first.kl_per_sequence, "kl": first.kl_sum / first.num_tokens}
+
+
+def lengths(groups: Sequence[Group]) -> torch.Tensor:
+    """Tokens of each completion, `[P, G]`."""
+    return torch.tensor([[len(completion.token_ids) for completion in group.completions] for group in groups])
+
+
+def kept_of(scores: Scores, length_PG: torch.Tensor, num: int, by: Keep) -> torch.Tensor:
+    """True for `num` completions of each group, `[P, G]`: the shortest, or those with the highest reward per token; of
+    equal ones the first. Those whose reward failed are not kept.
+
+    GFPO (Shrivastava et al. 2025, arXiv 2508.09726) draws more completions and learns the concise ones, so that lengths
+    do not grow.
+    """
+    score_PG = -length_PG.double() if by == "shortest" else scores.total_PG.double() / length_PG
+    return advantages.highest(score_PG, scores.valid_PG, num)
+
+
+def left_out(cfg: GRPOSection, groups: Sequence[Group]) -> torch.Tensor:
+    """True for completions that the length limit ended, `[P, G]`, if the recipe does not learn from them."""
+    truncated = [[completion.finish_reason == "length" for completion in group.completions] for group in groups]
+    return torch.tensor(truncated) & cfg.mask_truncated_completions

@@ -1,0 +1,260 @@
+"""Metrics of steps, under TRL's names where TRL has one.
+
+Shape legend: P prompts, G completions per prompt, B = P * G sequences, T completion tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+
+import torch
+
+from tunesmith.base.schema.records import plain_text
+from tunesmith.engine.batch.pack import Sequences
+from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.models.optimizer import StepReport
+from tunesmith.learn.algorithms.direct_loss import DirectStats
+from tunesmith.learn.algorithms.policy_loss import Correction, PolicyStats, importance_metrics
+from tunesmith.learn.algorithms.sums import merged
+from tunesmith.learn.algorithms.value_loss import ValueStats
+from tunesmith.learn.rewards.scorer import Scores
+from tunesmith.learn.trainers.api import Metrics
+
+
+def update_metrics(reports: Sequence[StepReport]) -> Metrics:
+    """Gradient norm (mean over the updates), learning rate, refused updates, and for float16 weights the loss scale.
+
+    An update whose gradient overflowed has no norm; it is left out of the mean unless there is no other.
+    """
+    norms = [report.grad_norm for report in reports if not report.overflowed] or [reports[-1].grad_norm]
+    last = reports[-1]
+    metrics = {
+        "grad_norm": mean(norms),
+        "lr": last.learning_rate,
+        "refused_steps": float(sum(report.refused for report in reports)),
+    }
+    if last.loss_scale is not None:
+        metrics["loss_scale"] = last.loss_scale
+        metrics["overflowed_steps"] = float(sum(report.overflowed for report in reports))
+    return metrics
+
+
+def worst_report(reports: Sequence[StepReport]) -> StepReport | None:
+    """The report of the last update that was refused, else of the last one; None without updates."""
+    refused = [report for report in reports if report.refused]
+    return (refused or reports or [None])[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPass:
+    """Sums over the completions of a step's first update, where the policy is still that of the step's begin."""
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    entropy_sum: float = 0.0
+    difference_sum: float = 0.0
+    difference_max: float = 0.0
+    kl_sum: float = 0.0
+    has_reference: bool = False
+    corrections: tuple[Correction, ...] = ()
+
+    @classmethod
+    @torch.no_grad()
+    def of_batch(
+        cls,
+        sequences: Sequences,
+        logp_BT: torch.Tensor,
+        entropy_BT: torch.Tensor,
+        correction: Correction | None = None,
+        reference_logp_BT: torch.Tensor | None = None,
+    ) -> "FirstPass":
+        """The sums of one micro-batch: of the trainer's log-probs and entropies, importance weights, and the KL."""
+        mask_BT = sequences.mask_BT
+        difference_BT = (sequences.raw_logp_BT.to(logp_BT) - logp_BT).abs() * mask_BT
+        has_reference = reference_logp_BT is not None
+        return cls(
+            sequences.num_tokens,
+            len(mask_BT),
+            (entropy_BT * mask_BT).sum().item(),
+            difference_BT.sum().item(),
+            difference_BT.max().item(),
+            ((logp_BT - reference_logp_BT) * mask_BT).sum().item() if has_reference else 0.0,
+            has_reference,
+            () if correction is None else (correction,),
+        )
+
+    def __add__(self, other: "FirstPass") -> "FirstPass":
+        """The sums of both."""
+        return FirstPass(
+            self.num_tokens + other.num_tokens,
+            self.num_sequences + other.num_sequences,
+            self.entropy_sum + other.entropy_sum,
+            self.difference_sum + other.difference_sum,
+            max(self.difference_max, other.difference_max),
+            self.kl_sum + other.kl_sum,
+            self.has_reference or other.has_reference,
+            (*self.corrections, *other.corrections),
+        )
+
+    @property
+    def kl_per_sequence(self) -> float:
+        """Mean over completions of the KL to the reference, in nats; 0 without a reference."""
+        return self.kl_sum / max(1, self.num_sequences)
+
+    @property
+    def entropy_per_sequence(self) -> float:
+        """Mean over completions of the sum of their tokens' entropies, in nats."""
+        return self.entropy_sum / max(1, self.num_sequences)
+
+    def metrics(self) -> Metrics:
+        """Mean entropy of a token, and the difference between the engine's and the trainer's log-probs, in nats."""
+        num_tokens = max(1, self.num_tokens)
+        return {
+            "entropy": self.entropy_sum / num_tokens,
+            "rollout/logp_diff_max": self.difference_max,
+            "rollout/logp_diff_mean": self.difference_sum / num_tokens,
+            **importance_metrics(self.corrections),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStats:
+    """Statistics of one micro-batch: of the surrogate, of the critic, and of a pass of the step's first update."""
+
+    policy: PolicyStats | DirectStats | None = None
+    value: ValueStats | None = None
+    first: FirstPass | None = None
+
+
+@dataclass(slots=True)
+class UpdateStats:
+    """Statistics of a step's updates, summed over micro-batches; those of the last minibatch are also kept apart, for
+    early stopping.
+    """
+
+    first: FirstPass = field(default_factory=FirstPass)
+    stopped_early: bool = False
+    reports: list[StepReport] = field(default_factory=list[StepReport])
+    _policy: list[PolicyStats | DirectStats] = field(default_factory=list[PolicyStats | DirectStats])
+    _value: list[ValueStats] = field(default_factory=list[ValueStats])
+    _minibatch: list[PolicyStats | DirectStats] = field(default_factory=list[PolicyStats | DirectStats])
+
+    def add(self, report: StepReport, micros: Sequence[MicroStats]) -> None:
+        """Add one update: the optimizer's report, and the statistics of the micro-batches of all ranks."""
+        self.first = reduce(add, (micro.first for micro in micros if micro.first is not None), self.first)
+        self._minibatch = [micro.policy for micro in micros if micro.policy is not None]
+        self._policy += self._minibatch
+        self._value += [micro.value for micro in micros if micro.value is not None]
+        self.reports.append(report)
+
+    def is_beyond(self, target_kl: float | None) -> bool:
+        """True, and noted, if the last minibatch's KL to the policy that drew its tokens, in nats per token, exceeds
+        the target.
+        """
+        self.stopped_early = (
+            target_kl is not None and merged(self._minibatch).metrics()["policy/approxkl_avg"] > target_kl
+        )
+        return self.stopped_early
+
+    def metrics(self) -> Metrics:
+        """Means over all tokens of all updates, and the optimizer's metrics."""
+        return {
+            **(merged(self._policy).metrics() if self._policy else {}),
+            **(merged(self._value).metrics() if self._value else {}),
+            **self.first.metrics(),
+            **update_metrics(self.reports),
+            "updates": float(len(self.reports)),
+            "policy/stopped_early": float(self.stopped_early),
+        }
+
+
+def completion_metrics(groups: Sequence[Group], learnt: Sequence[int] | None = None) -> Metrics:
+    """Lengths in tokens, the share that the length limit cut off, and the tokens of completions that are not `learnt`.
+
+    `learnt` are indices over all groups; None means all.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    return {
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": mean([completion.finish_reason == "length" for completion in completions]),
+        "rollout/unused_tokens": 0.0 if learnt is None else float(sum(lengths) - sum(lengths[row] for row in learnt)),
+    }
+
+
+def kl_per_sequence(logp_BT: torch.Tensor, reference_logp_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+    """Mean over the sequences of log policy - log reference, summed over the tokens, in nats."""
+    return ((logp_BT - reference_logp_BT) * mask_BT).sum(dim=1).mean().item()
+
+
+def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit: int = 8) -> list[dict[str, object]]:
+    """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward, the parts of it, and
+    what functions passed to `log_extra`; without them if `scores` is None.
+    """
+    rows: list[dict[str, object]] = []
+    for p, group in enumerate(groups[:limit]):
+        completion = group.completions[0]
+        rewards: dict[str, object] = {}
+        if scores is not None:
+            rewards["reward"] = scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None
+            rewards["rewards"] = {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()}
+            if scores.columns:
+                place = p * scores.total_PG.shape[1]
+                rewards["logged"] = {name: _as_json(values[place]) for name, values in scores.columns.items()}
+        rows.append(
+            {
+                "step": step,
+                "prompt_id": group.prompt.id,
+                "prompt": plain_text(group.prompt.content),
+                "completion": completion.text,
+                "num_tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "weight_version": group.weight_version,
+                **({} if (versions := completion.weight_versions) is None else {"weight_versions": list(versions)}),
+                **rewards,
+            }
+        )
+    return rows
+
+
+def _as_json(value: object) -> object:
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def batch_rows(groups: Sequence[Group], scores: Scores | None) -> list[dict[str, object]]:
+    """Every completion of a step with its prompt and reward, written to `refused/` if an update was refused."""
+    return [
+        {
+            "prompt_id": group.prompt.id,
+            "prompt": plain_text(group.prompt.content),
+            "completion": completion.text,
+            "token_ids": list(completion.token_ids),
+            "logps": list(completion.logps),
+            **({} if scores is None else {"reward": scores.total_PG[p, g].item() if scores.valid_PG[p, g] else None}),
+        }
+        for p, group in enumerate(groups)
+        for g, completion in enumerate(group.completions)
+    ]
+
+
+_SUMMARY = ("reward", "objective/kl", "entropy", "completions/mean_length", "eval/reward")
+
+
+def summary(metrics: Sequence[Mapping[str, float]], names: Sequence[str] = _SUMMARY) -> dict[str, object]:
+    """The metrics `names` of a run at the first step, and at the last step that has them."""
+    first = metrics[0]
+    last = {name: value for row in metrics for name, value in row.items()}
+    return {
+        "steps": len(metrics),
+        "refused_steps": int(sum(row["refused_steps"] for row in metrics)),
+        **{f"{name}_first": first[name] for name in names if name in first and len(metrics) > 1},
+        **{name: last[name] for name in names if name in last},
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of `values`."""
+    return sum(values) / len(values)

@@ -1,0 +1,1 @@
+"""Measures and predicts: profiles and diagnosis of a run, plans for other hardware, reports."""
