@@ -397,6 +397,21 @@ def test_leave_one_out_advantages_are_those_of_trl_s_rloo_trainer(num_completion
     torch.testing.assert_close(result.advantage_PG, expected, atol=1e-6, rtol=1e-5)
 
 
+@given(seed=seeds)
+def test_the_greedy_baseline_is_taken_off_each_reward_and_equal_rewards_may_differ_from_it(seed):
+    reward_PG, valid_PG = rewards(seed, 5, 3)
+    reward_PG[0] = 0.5
+    greedy_P = torch.tensor([0.5, 0.5, 1.0, -1.0, 0.0])
+    found = advantages.group_relative(reward_PG, valid_PG, baseline="greedy", scale="none", greedy_P=greedy_P)
+    for p, (row, is_valid) in enumerate(zip(reward_PG.tolist(), valid_PG.tolist(), strict=True)):
+        gaps = [(reward - greedy_P[p].item()) * valid for reward, valid in zip(row, is_valid, strict=True)]
+        assert found.advantage_PG[p].tolist() == pytest.approx(gaps, abs=1e-12)
+        assert found.varies_P[p].item() == any(gaps)
+    assert not found.varies_P[0]
+    with pytest.raises(InputError, match="give greedy_P"):
+        advantages.group_relative(reward_PG, valid_PG, baseline="greedy", scale="none")
+
+
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e8 + 0.7, -0.0])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

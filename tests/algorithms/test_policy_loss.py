@@ -121,6 +121,14 @@ def gmpo_twin(row, log_ratios, cfg):
     return losses, [slope * is_own for is_own in own], [math.exp(number) for number in log_ratios], sides
 
 
+def covariances(rows):
+    """(A - mean A)(log p - mean log p) of the tokens of all rows, one after another; rows are (log p, ..., A)."""
+    pairs = [(token[0], token[-1]) for row in rows for token in row]
+    mean_logp = math.fsum(logp for logp, _ in pairs) / len(pairs)
+    mean_advantage = math.fsum(advantage for _, advantage in pairs) / len(pairs)
+    return [(advantage - mean_advantage) * (logp - mean_logp) for logp, advantage in pairs]
+
+
 def divisors(rows, normalization, max_tokens):
     """What the losses of each row are divided by, if all rows are one micro-batch and one optimizer step."""
     num_tokens = sum(map(len, rows))
@@ -192,6 +200,25 @@ def test_every_loss_gradient_and_statistic_equals_the_twin(seed, cfg, normalizat
         "val/ratio_var": math.fsum((r - mean_ratio) ** 2 for r in ratios) / count,
     }
     assert stats.metrics() == pytest.approx(expected, abs=1e-10)
+
+
+@given(seed=seeds, share=st.floats(0.01, 1), coef=st.floats(0.1, 3))
+def test_kl_cov_penalises_the_tokens_of_highest_covariance(seed, share, coef):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, spread=0.8)
+    cfg = section(surrogate="kl_cov", kl_cov_share=share, kl_cov_coef=coef)
+    loss, stats = surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, 7, cfg)
+    rows = rows_of(logp_BT, old_logp_BT, advantage_BT, mask_BT=mask_BT)
+    found = [token for row in rows for token in row]
+    ranked = sorted(range(len(found)), key=covariances(rows).__getitem__, reverse=True)
+    penalised = set(ranked[: max(1, int(share * len(found)))])
+    losses, slopes = [], []
+    for i, (logp, old_logp, advantage) in enumerate(found):
+        ratio, weight = math.exp(logp - old_logp), coef * (i in penalised)
+        losses.append(-ratio * advantage + weight * abs(logp - old_logp))
+        slopes.append(-ratio * advantage + weight * math.copysign(1, logp - old_logp))
+    assert loss.item() == pytest.approx(math.fsum(losses) / 7, abs=1e-10)
+    assert grad(loss, logp_BT)[0][mask_BT].tolist() == pytest.approx([slope / 7 for slope in slopes], abs=1e-10)
+    assert stats.metrics()["policy/clipfrac_avg"] == 0
 
 
 def test_loss_passes_gradcheck():
@@ -405,6 +432,23 @@ def test_the_tokens_of_highest_entropy_are_learnt(seed, share):
     for entropy, advantage, found in tokens(entropy_BT, advantage_BT, found_BT, mask_BT=mask_BT):
         if abs(entropy - least) > 1e-6:
             assert found == (advantage if entropy > least else 0)
+
+
+@given(seed=seeds, share=st.floats(0.01, 0.9), low=st.floats(-1, 0.2), width=st.floats(0.05, 2))
+def test_clip_cov_leaves_out_some_of_the_tokens_whose_covariance_is_within_the_bounds(seed, share, low, width):
+    logp_BT, _, advantage_BT, mask_BT = batch(seed, 4, 9)
+    cfg = section(clip_cov_share=share, clip_cov_low=low, clip_cov_high=low + width)
+    found_BT, again_BT = (learnt(advantage_BT, mask_BT, cfg, logp_BT=logp_BT, seed=3) for _ in range(2))
+    assert torch.equal(found_BT, again_BT)
+    rows = rows_of(logp_BT, advantage_BT, mask_BT=mask_BT)
+    within = [low < one < low + width for one in covariances(rows)]
+    is_cut = [a != 0 and found == 0 for a, found in tokens(advantage_BT, found_BT, mask_BT=mask_BT)]
+    assert sum(is_cut) == min(sum(within), max(1, int(share * len(within))))
+    assert all(inside for inside, cut in zip(within, is_cut, strict=True) if cut)
+    assert all(found in (0, a) for a, found in tokens(advantage_BT, found_BT, mask_BT=mask_BT))
+    others = [learnt(advantage_BT, mask_BT, cfg, logp_BT=logp_BT, seed=seed) for seed in range(20)]
+    if 0 < sum(is_cut) < sum(within):
+        assert not all(torch.equal(other_BT, found_BT) for other_BT in others)
 
 
 @given(seed=seeds, limit=st.floats(0.01, 0.5))

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "variants.md"
 PROMISED = ("PPO", "dual-clip PPO", "REINFORCE++", "REINFORCE++-baseline", "GRPO", "Dr. GRPO", "RLOO", "DAPO", "GSPO")
 PROMISED += ("CISPO", "BNPO", "GDPO", "SAPO", "MaxRL", "GPG", "DPPO by total variation", "DPPO by binary KL", "GMPO")
 PROMISED += ("OPO", "GFPO", "pass@k", "IcePop", "off-policy sequence mask", "a fifth of the tokens")
-PROMISED += ("VC-PPO", "VAPO", "the length reward of Kimi k1.5")
+PROMISED += ("ReMax", "Clip-Cov", "KL-Cov", "VC-PPO", "VAPO", "the length reward of Kimi k1.5")
 PROMPTS = ["The film", "A story", "Once more", "They said"]
 SMALL = {
     "model.name": "tiny:llama",

@@ -205,3 +205,27 @@ class Wrapped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+
+def test_the_greedy_baseline_is_the_reward_of_the_completion_of_likeliest_tokens(tmp_path: Path) -> None:
+    """ReMax: here the greedy completions are transformers' own. A prompt whose greedy reward failed is not learnt."""
+    cfg = grpo_recipe(tmp_path, grpo={"baseline": "greedy", "scale": "none", "kl": {"coef": 0.0}})
+    state, seen = build(cfg), []
+    update = state.learner.update
+    state.learner.update = lambda *given: seen.append(given) or update(*given)
+    module, tokenizer = state.policy.module, state.learner.tokenizer
+    baselines = {}
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer(prompt).input_ids])
+        drawn = module.generate(ids, do_sample=False, max_new_tokens=cfg.rollout.max_new_tokens, pad_token_id=0)
+        baselines[prompt] = low_share(drawn[0, ids.shape[1] :].tolist())
+    result = state.step(state.data.train, 0)
+    expected = []
+    for group in groups_of(result):
+        gaps = [low_share(one.token_ids) - baselines[str(group.prompt.content)] for one in group.completions]
+        expected += gaps if any(gaps) else []
+    assert seen[0][0].advantage_BT[:, 0].tolist() == pytest.approx(expected, abs=1e-6)
+    scores = Scores(torch.ones(2, 2), {}, torch.ones(2, 2, dtype=torch.bool), greedy_P=torch.tensor([0.0, torch.nan]))
+    judged = state.learner.judged(groups_of(result)[:2], scores)
+    assert judged.valid_PG.tolist() == [[True, True], [False, False]]
+    assert state.learner.differing(judged).tolist() == [True, False]

@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.base.config.sections import NonNegative, Positive, PositiveInt, Section
+from tunesmith.base.config.sections import Finite, NonNegative, Positive, PositiveInt, Section
 
 Estimator = Literal["k1", "k2", "k3"]
 """Estimator of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""
 
-Surrogate = Literal["clip", "cispo", "sapo", "log_prob", "dppo_tv", "dppo_kl", "gmpo"]
+Surrogate = Literal["clip", "cispo", "sapo", "log_prob", "dppo_tv", "dppo_kl", "gmpo", "kl_cov"]
 Level = Literal["token", "sequence", "product"]
 """Importance ratio per token; per completion, as the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
 2507.18071, equation 7); or per completion, as their product."""
@@ -60,8 +60,8 @@ class PolicyLossSection(UpdateSection):
     surrogate: Surrogate = "clip"
     """PPO's clipped ratio; CISPO: the log-prob weighted by a detached ratio of at most 1 + clip_high; SAPO: a sigmoid
     of the ratio, which closes softly; the log-prob alone (REINFORCE, GPG); DPPO: the ratio, cut where the probability
-    of the token has moved too far (dppo_tv) or its binary KL is too large (dppo_kl); or GMPO: the geometric mean of
-    the completion's ratios, each clipped in logarithms."""
+    of the token has moved too far (dppo_tv) or its binary KL is too large (dppo_kl); GMPO: the geometric mean of the
+    completion's ratios, each clipped in logarithms; or KL-Cov: the ratio, with a penalty on few tokens."""
     importance_sampling_level: Level = "token"
     """Ratio of new to old policy: of each token; of a completion, as the geometric mean of its tokens (GSPO, arXiv
     2507.18071, equation 7) or their product (RLOO)."""
@@ -75,6 +75,11 @@ class PolicyLossSection(UpdateSection):
     """Steepness of SAPO's sigmoid for tokens of positive advantage."""
     temperature_negative: Positive = 1.05
     """Steepness of SAPO's sigmoid for the other tokens."""
+    kl_cov_share: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    """Share of the tokens of a micro-batch, those with the highest covariance of log-prob and advantage, that KL-Cov
+    keeps near the old policy; one at least."""
+    kl_cov_coef: Positive = 1.0
+    """Weight of |log ratio| for those tokens."""
     dual_clip: Positive | None = None
     """Upper bound of the ratio for negative advantages (dual-clip PPO, TRL's delta), for example 3; null is off."""
     loss_normalization: Normalization = "token"
@@ -86,6 +91,13 @@ class PolicyLossSection(UpdateSection):
     top_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the tokens of a micro-batch, those of highest entropy, that the surrogate learns (Wang et al. 2025 have
     0.2)."""
+    clip_cov_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the tokens of a micro-batch that are left out, drawn from those whose covariance of log-prob and
+    advantage is between clip_cov_low and clip_cov_high (Clip-Cov, Cui et al. 2025 with 2e-4); 0 is off."""
+    clip_cov_low: Finite = 1.0
+    """Lower bound of the covariance of tokens that are left out."""
+    clip_cov_high: Finite = 5.0
+    """Upper bound."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus, a mean over tokens."""
     target_kl: Positive | None = None
@@ -100,14 +112,23 @@ class PolicyLossSection(UpdateSection):
 
     @model_validator(mode="after")
     def _check_level(self) -> "PolicyLossSection":
-        if self.surrogate in ("dppo_tv", "dppo_kl", "gmpo") and self.importance_sampling_level != "token":
+        if self.surrogate in ("dppo_tv", "dppo_kl", "gmpo", "kl_cov") and self.importance_sampling_level != "token":
             raise ValueError(
                 f"importance_sampling_level is {self.importance_sampling_level}, but surrogate {self.surrogate} has "
                 "its own; set token"
             )
-        if self.surrogate == "gmpo" and self.top_entropy_share < 1:
+        if self.surrogate == "gmpo" and (self.top_entropy_share < 1 or self.clip_cov_share > 0):
             raise ValueError(
-                "top_entropy_share is below 1, but gmpo is a mean over all tokens of a completion; set it to 1"
+                f"top_entropy_share is {self.top_entropy_share:g} and clip_cov_share is {self.clip_cov_share:g}, but "
+                "gmpo is a mean over all tokens of a completion; set them to 1 and 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_clip_cov(self) -> "PolicyLossSection":
+        if self.clip_cov_low >= self.clip_cov_high:
+            raise ValueError(
+                f"clip_cov_low is {self.clip_cov_low:g}, not below clip_cov_high, {self.clip_cov_high:g}; lower it"
             )
         return self
 

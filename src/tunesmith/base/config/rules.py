@@ -190,12 +190,22 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
                 is_(f"{section}.surrogate", surrogate),
                 f"{{section}}.surrogate is {surrogate}, which does not clip; set clip, or leave this out",
             )
-            for surrogate in ("sapo", "log_prob")
+            for surrogate in ("sapo", "log_prob", "kl_cov")
         ),
         Rule(
             f"{section}.temperature_positive {section}.temperature_negative",
             is_not(f"{section}.surrogate", "sapo"),
             "it is the steepness of {section}.surrogate sapo; set that, or leave this out",
+        ),
+        Rule(
+            f"{section}.kl_cov_share {section}.kl_cov_coef",
+            is_not(f"{section}.surrogate", "kl_cov"),
+            "it belongs to {section}.surrogate kl_cov; set that, or leave this out",
+        ),
+        Rule(
+            f"{section}.clip_cov_low {section}.clip_cov_high",
+            is_(f"{section}.clip_cov_share", 0.0),
+            "{section}.clip_cov_share is 0, which leaves out no token; set it, or leave this out",
         ),
         Rule(
             f"{section}.clip_low {section}.clip_high {section}.dual_clip {section}.surrogate",

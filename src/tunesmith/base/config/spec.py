@@ -49,9 +49,11 @@ class Passes:
         old_policy: bool = False,
         critic: Critic = "none",
         num_learnt: int | None = None,
+        num_beside: int = 0,
         num_teachers: int = 0,
     ) -> "Passes":
-        """The passes of an algorithm that draws its rows; `num_learnt` is by default all of them.
+        """The passes of an algorithm that draws its rows. `num_learnt` is by default all completions of its prompts;
+        `num_beside` further rows are drawn and scored, and not learnt.
 
         `old_policy` says that the update needs log-probs of the policy that drew: an exact engine has recorded them.
         """
@@ -59,7 +61,7 @@ class Passes:
         num_rows = rollout.prompts_per_step * rollout.completions_per_prompt
         kl = getattr(section, "kl", None)
         return cls(
-            num_rows=num_rows,
+            num_rows=num_rows + num_beside,
             num_learnt=num_rows if num_learnt is None else num_learnt,
             num_epochs=section.num_epochs,
             num_minibatches=section.num_minibatches,

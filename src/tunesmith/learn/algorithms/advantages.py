@@ -108,20 +108,22 @@ def group_relative(
     baseline: Baseline = "mean",
     scale: Scale = "group",
     length_PG: Tensor | None = None,
+    greedy_P: Tensor | None = None,
 ) -> GroupAdvantages:
     """Reward of each completion minus a baseline of its group, divided by a spread; fp32 or wider, without gradient.
 
     `baseline="mean"` is GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1); `"leave_one_out"` is the mean of the
     *other* completions, RLOO (Ahmadian et al. 2024, arXiv 2402.14740, equation 8), which is G / (G - 1) times as far;
     `"length_weighted"` weighs each reward by the tokens of its completion, `length_PG`: the baseline of least variance
-    where the square of a gradient grows with length (OPO, Hao et al. 2025, arXiv 2505.23585).
+    where the square of a gradient grows with length (OPO, Hao et al. 2025, arXiv 2505.23585); `"greedy"` is
+    `greedy_P`, the reward of the completion of likeliest tokens (ReMax, Li et al. 2023, arXiv 2310.10505, equation 8).
     `scale="group"` divides by the group's unbiased standard deviation plus `GROUP_EPS`; `"batch"` by that of all valid
     rewards, so that hard and easy prompts keep their weight (Liu et al. 2025, arXiv 2508.08221); `"advantages"` by that
     of what is left once the baselines are taken off (REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262); `"none"`
     does not divide (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). `"mean"` divides by the group's mean reward: with
     rewards of 0 and 1 that is the gradient of the log of the rate of success (MaxRL, Tajwar et al. 2026, arXiv
     2602.02710).
-    Where all valid rewards of a group are equal its advantages are exactly 0: nothing is to be learnt from it. Only
+    Where all valid rewards of a group are equal (with `"greedy"`: to that one) its advantages are exactly 0. Only
     completions with `valid_PG` take part. Raises `InputError` if shapes differ, or for rewards below 0 with
     `scale="mean"`.
     """
@@ -137,8 +139,13 @@ def group_relative(
             raise InputError("the baseline `length_weighted` needs the lengths of the completions; give length_PG")
         weight_PG = kept(length_PG.to(reward_PG), valid_PG)
         baseline_P1 = (weight_PG * reward_PG).sum(dim=1, keepdim=True) / weight_PG.sum(dim=1, keepdim=True).clamp(min=1)
+    if baseline == "greedy":
+        if greedy_P is None:
+            raise InputError("the baseline `greedy` needs the rewards of the greedy completions; give greedy_P")
+        baseline_P1 = greedy_P.to(reward_PG)[:, None]
+        varies_P1 = ((reward_PG != baseline_P1) & valid_PG).any(dim=1, keepdim=True)
     advantage_PG = kept(reward_PG - baseline_P1, valid_PG & varies_P1)
-    gap_PG = advantage_PG if baseline != "length_weighted" else kept(reward_PG - mean_P1, valid_PG & varies_P1)
+    gap_PG = advantage_PG if baseline in ("mean", "leave_one_out") else kept(reward_PG - mean_P1, valid_PG & varies_P1)
     std_P1 = ((gap_PG.square().sum(dim=1, keepdim=True)) / (num_P1 - 1).clamp(min=1)).sqrt()
     if baseline == "leave_one_out":
         advantage_PG = advantage_PG * num_P1 / (num_P1 - 1).clamp(min=1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tunesmith.base.config.policy_sections import KLSection, Level, Normalization, PolicyLossSection
 from tunesmith.base.config.sections import ImportanceSection
+from tunesmith.base.core.seeds import permutation
 from tunesmith.engine.kernels.masking import (
     Denominator,
     check_denominator,
@@ -73,12 +74,14 @@ class PolicyStats(Sums):
 class UpdateSize:
     """Size of one optimizer step, over all micro-batches and ranks.
 
-    `num_sequences` may count completions that were drawn and left out: a constant denominator counts them too.
+    `num_sequences` may count completions that were drawn and left out: a constant denominator counts them too. `seed`
+    is that of choices by chance within the step.
     """
 
     num_tokens: float
     num_sequences: float
     num_micro_batches: float
+    seed: int = 0
 
 
 def loss_denominator(normalization: Normalization, mask_BT: Tensor, size: UpdateSize, max_tokens: int) -> Denominator:
@@ -156,15 +159,16 @@ def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]
         log_prob: -A logp
         dppo_tv, dppo_kl: -r A, without gradient where the token is `beyond` its bounds
         gmpo:  -exp(mean over the completion of min(log r, clip_high) or, where A < 0, max(log r, -clip_low)) A
+        kl_cov: -r A, plus kl_cov_coef |log r| for the share kl_cov_share of tokens with the highest `covariances`
 
     `clip` is equation 7 of Schulman et al. 2017 (arXiv 1707.06347), with two clip bounds as in DAPO (arXiv 2503.14476);
     `dual_clip` matters where A is negative (Ye et al. 2020, arXiv 1912.09729). `cispo` is the loss of MiniMax-M1 (arXiv
     2506.13585) without a lower bound. `sapo` is that of Gao et al. 2025 (arXiv 2511.20347): at ratio 1 its gradient is
     that of `clip`, and it fades on both sides instead of ending. `log_prob` is REINFORCE (Williams 1992), and with
     advantages of a group GPG (Chu et al. 2025, arXiv 2504.02546); with advantage 1 it is the loss of SFT. `dppo_*` are
-    those of Qi et al. 2026 (arXiv 2602.04879), `gmpo` that of Zhao et al. 2025 (arXiv 2507.20673). Log-probs are not
-    clamped: a ratio beyond the range of floats gives a gradient that is not finite, which the optimizer refuses and
-    reports.
+    those of Qi et al. 2026 (arXiv 2602.04879), `gmpo` that of Zhao et al. 2025 (arXiv 2507.20673), `kl_cov` that of Cui
+    et al. 2025 (arXiv 2505.22617). Log-probs are not clamped: a ratio beyond the range of floats gives a gradient that
+    is not finite, which the optimizer refuses and reports.
     """
     mask_BT = tokens.mask_BT.bool()
     low, high, dual = 1 - terms.clip_low, 1 + terms.clip_high, terms.dual_clip
@@ -193,6 +197,14 @@ def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]
             bounded_BT = torch.where(advantage_BT.sum(dim=1, keepdim=True) > 0, up_BT, down_BT)
             mean_B1 = bounded_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
             gain_BT = mean_B1.exp() * advantage_BT
+        case "kl_cov":
+            covariance_BT = covariances(advantage_BT, tokens.logp_BT, mask_BT).masked_fill(~mask_BT, -math.inf)
+            num = max(1, int(terms.kl_cov_share * int(mask_BT.sum())))
+            highest_BT = torch.zeros_like(mask_BT)
+            highest_BT.view(-1)[covariance_BT.flatten().argsort(descending=True, stable=True)[:num]] = True
+            log_ratio_BT = kept(tokens.logp_BT, mask_BT) - kept(tokens.old_logp_BT.detach(), mask_BT)
+            penalty_BT = terms.kl_cov_coef * log_ratio_BT.abs()
+            gain_BT = ratio_BT * advantage_BT - kept(penalty_BT, highest_BT & mask_BT)
         case _:
             assert_never(terms.surrogate)
     return -gain_BT, ratio_BT
@@ -231,6 +243,18 @@ def beyond(tokens: PolicyTokens, terms: PolicyTerms, ratio_BT: Tensor) -> tuple[
     return is_low_BT & falls_BT, is_high_BT & (advantage_BT > 0), (ratio_BT > dual) & falls_BT
 
 
+def covariances(advantage_BT: Tensor, logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(A - mean A)(log p - mean log p) of each token, `[B, T]`, no gradient; means over the mask, outside of it 0.
+
+    Tokens whose covariance is high are those by which the entropy of the policy falls (Cui et al. 2025, arXiv
+    2505.22617, equation 10).
+    """
+    advantage_BT, logp_BT = kept(advantage_BT.detach(), mask_BT), kept(logp_BT.detach(), mask_BT)
+    num_tokens = mask_BT.sum().clamp(min=1)
+    product_BT = (advantage_BT - advantage_BT.sum() / num_tokens) * (logp_BT - logp_BT.sum() / num_tokens)
+    return kept(product_BT, mask_BT)
+
+
 def learnt_advantages(
     advantage_BT: Tensor,
     mask_BT: Tensor,
@@ -239,15 +263,25 @@ def learnt_advantages(
     logp_BT: Tensor,
     drawn_logp_BT: Tensor,
     entropy_BT: Tensor,
+    seed: int = 0,
 ) -> Tensor:
     """Advantages of the tokens that the recipe learns, `[B, T]`, 0 for the others.
 
     `top_entropy_share` keeps the tokens of the micro-batch with the highest entropies (Wang et al. 2025, arXiv
     2506.01939), by the quantile that TRL takes. `off_policy_mask` leaves out completions with negative advantages whose
     mean of log p_old - log p exceeds it: `drawn_logp_BT` are the engine's log-probs at that time (DeepSeek-V3.2,
-    arXiv 2512.02556).
+    arXiv 2512.02556). `clip_cov_share` leaves out that share of the tokens of the micro-batch, one at least, drawn by
+    `seed` from those whose covariance is within its bounds (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
     """
     mask_BT = mask_BT.bool()
+    if section.clip_cov_share > 0:
+        covariance_BT = covariances(advantage_BT, logp_BT, mask_BT)
+        within_BT = mask_BT & (covariance_BT > section.clip_cov_low) & (covariance_BT < section.clip_cov_high)
+        within_N = torch.nonzero(within_BT.flatten()).flatten()
+        num = max(1, int(section.clip_cov_share * int(mask_BT.sum())))
+        cut_BT = torch.zeros_like(mask_BT)
+        cut_BT.view(-1)[within_N[permutation(seed, 0, len(within_N))[:num]]] = True
+        advantage_BT = kept(advantage_BT, ~cut_BT)
     if section.top_entropy_share < 1 and mask_BT.any():
         entropy_BT = widened(entropy_BT.detach())
         least = torch.quantile(entropy_BT[mask_BT], 1 - section.top_entropy_share)
@@ -301,6 +335,8 @@ def terms_of(settings: PolicyLossSection, kl: KLSection, kl_coef: float) -> Poli
         dual_clip=settings.dual_clip,
         temperature_positive=settings.temperature_positive,
         temperature_negative=settings.temperature_negative,
+        kl_cov_share=settings.kl_cov_share,
+        kl_cov_coef=settings.kl_cov_coef,
         kl=kl.estimator,
         kl_coef=kl_coef,
         corrects_kl=kl.bias_correction,

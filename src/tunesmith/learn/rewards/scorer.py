@@ -46,7 +46,8 @@ class Scores:
     `total_PG` is the weighted sum, float32. `parts[name]` holds one reward unweighted, NaN where it does not apply.
     `valid_PG` is False where a completion is left out of training because a reward failed on it; `total_PG` is 0 there.
     `failures` lists every reward that had no number for a completion, and what was done. `logged` are means of what
-    functions passed to `log_metric`, `columns` what they passed to `log_extra`.
+    functions passed to `log_metric`, `columns` what they passed to `log_extra`. `greedy_P` are rewards of greedy
+    completions of the prompts, NaN where one failed, if an algorithm had them drawn.
     """
 
     total_PG: torch.Tensor
@@ -55,6 +56,7 @@ class Scores:
     failures: Sequence[Failure] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict[str, Sequence[object]])
+    greedy_P: torch.Tensor | None = None
 
     def metrics(self) -> dict[str, float]:
         """`reward`, `reward_std`, and `rewards/<name>/mean` and `/std` over the valid completions that have the reward
@@ -95,6 +97,9 @@ def joined(parts: Sequence[Scores]) -> Scores:
         failures=[failure for part in parts for failure in part.failures],
         logged=logged,
         columns=columns,
+        greedy_P=torch.cat(greedy)
+        if (greedy := [part.greedy_P for part in parts if part.greedy_P is not None])
+        else None,
     )
 
 

@@ -42,6 +42,8 @@ class GRPO(PolicyStep):
         for attempt in range(1 + self.cfg.dynamic_sampling):
             stream = f"refill {attempt}" if attempt else "rollout"
             drawn, scores = self.rollouts.draw(wanted, stream, index)
+            if self.cfg.baseline == "greedy":
+                scores = replace(scores, greedy_P=self.rollouts.greedy_rewards(wanted, index))
             groups.extend(drawn)
             parts.append(scores)
             num_missing -= int(self.differing(self.judged(drawn, scores)).sum())
@@ -74,7 +76,12 @@ class GRPO(PolicyStep):
             weights = torch.tensor(self.rollouts.scorer.weights)
             return advantages.normalized_sum(part_RPG, weights, valid_PG).advantage_PG
         return advantages.group_relative(
-            scores.total_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale, length_PG=length_PG
+            scores.total_PG,
+            valid_PG,
+            baseline=cfg.baseline,
+            scale=cfg.scale,
+            length_PG=length_PG,
+            greedy_P=scores.greedy_P,
         ).advantage_PG
 
     def judged(self, groups: Sequence[Group], scores: Scores) -> Scores:
@@ -82,6 +89,9 @@ class GRPO(PolicyStep):
         and the reward for short ones is added.
         """
         cfg, valid_PG, total_PG = self.cfg, scores.valid_PG, scores.total_PG
+        if scores.greedy_P is not None:
+            valid_PG = valid_PG & ~scores.greedy_P.isnan()[:, None]
+            scores = replace(scores, valid_PG=valid_PG)
         if cfg.keep is not None:
             valid_PG = kept_of(scores, lengths(groups), cfg.keep, cfg.keep_by)
         if cfg.length_penalty > 0:
@@ -93,6 +103,8 @@ class GRPO(PolicyStep):
         """True for each group with a gradient, `[P]`: its rewards differ, or one of several that are compared alone."""
         if self.cfg.pass_at > 1:
             return advantages.pass_at(self.cfg.pass_at, scores.total_PG, scores.valid_PG).varies_P
+        if scores.greedy_P is not None:
+            return ((scores.total_PG != scores.greedy_P[:, None]) & scores.valid_PG).any(dim=1)
         if self.cfg.multi_objective_aggregation == "sum_then_normalize":
             return advantages.rewards_differ(scores.total_PG, scores.valid_PG)
         differs_P = torch.zeros(len(scores.total_PG), dtype=torch.bool)

@@ -166,7 +166,8 @@ class PolicyStep(PolicyWithKL):
         seed = derive(self.rollouts.seed, "minibatches", index)
         for minibatch in minibatches(batch, cfg, seed, self.ROWS_TOGETHER):
             num_drawn = drawn_per_row * len(minibatch.sequences.lengths_B)
-            size = update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn)  # global denominators
+            tokens_seed = derive(seed, "tokens", len(stats.reports))
+            size = update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn, tokens_seed)
             loss_of = partial(self.micro_batch_loss, size=size, is_first=not stats.reports)
             stats.add(*passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of))
             if stats.is_beyond(getattr(cfg, "target_kl", None)):  # direct losses have no ratio to stop by
@@ -260,6 +261,7 @@ class PolicyStep(PolicyWithKL):
             logp_BT=new.logp_BT,
             drawn_logp_BT=micro.sequences.raw_logp_BT,
             entropy_BT=new.entropy_BT,
+            seed=size.seed,
         )
         tokens = PolicyTokens(
             new.logp_BT,
@@ -293,7 +295,9 @@ def minibatch_rows(num_rows: int, section: UpdateSection, seed: int, together: i
             yield [unit * together + i for unit in sorted(units) for i in range(together)]
 
 
-def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None) -> UpdateSize:
+def update_size(
+    sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None, seed: int = 0
+) -> UpdateSize:
     """Size of a minibatch: the global denominators of its losses, because every rank knows all of it.
 
     `num_drawn` is the number of completions to count where some of those that were drawn are not in the minibatch.
@@ -303,4 +307,5 @@ def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | 
         num_tokens=sequences.num_tokens,
         num_sequences=num_rows if num_drawn is None else num_drawn,
         num_micro_batches=-(-num_rows // micro_batch_size),
+        seed=seed,
     )

@@ -3,9 +3,10 @@
 Shape legend: B sequences, T completion tokens.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
 
@@ -80,6 +81,15 @@ class Rollouts:
                     self.engine.unload()
             with span("reward"):
                 return groups, self.scorer.score(groups, state=state, ahead=ahead)
+
+    def greedy_rewards(self, prompts: Sequence[Prompt], index: int) -> torch.Tensor:
+        """Reward of the completion of likeliest tokens of each prompt, `[P]`, NaN where it failed."""
+        with span("rollout"):
+            sampling = replace(sampling_params(self.cfg, derive(self.seed, "greedy", index)), temperature=0)
+            groups = self.engine.generate(prompts, 1, sampling)
+        with span("reward"):
+            scores = self.scorer.score(groups)
+            return scores.total_PG.masked_fill(~scores.valid_PG, math.nan)[:, 0]
 
     def mean_reward(self, prompts: Sequence[Prompt]) -> Metrics:
         """`eval/reward`: mean reward of one completion of each prompt, with the same noise at every step, if any."""

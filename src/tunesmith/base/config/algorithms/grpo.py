@@ -19,7 +19,7 @@ from tunesmith.base.config.sections import (
 )
 from tunesmith.base.config.spec import Passes, Spec
 
-Baseline = Literal["mean", "leave_one_out", "length_weighted"]
+Baseline = Literal["mean", "leave_one_out", "length_weighted", "greedy"]
 Keep = Literal["shortest", "best_per_token"]
 Scale = Literal["group", "batch", "advantages", "mean", "none"]
 
@@ -37,7 +37,8 @@ class GRPOSection(PolicyLossSection):
     """Group-relative policy optimisation (Shao et al. 2024) and RLOO: the group is the baseline, without a critic."""
 
     baseline: Baseline = "mean"
-    """Mean reward of the group (GRPO), of its other completions (RLOO), or weighted by their lengths (OPO)."""
+    """Mean reward of the group (GRPO), of its other completions (RLOO), or weighted by their lengths (OPO); or the
+    reward of one more completion of the prompt, of the likeliest tokens (ReMax)."""
     scale: Scale = "group"
     """Divide advantages by the standard deviation of the group's rewards, of all rewards, of all advantages
     (REINFORCE++-baseline), by the mean of the group's rewards, which are 0 or more (MaxRL), or not at all."""
@@ -65,6 +66,11 @@ class GRPOSection(PolicyLossSection):
             raise ValueError(
                 "multi_objective_aggregation is normalize_then_sum, which has no sum to take the KL from; set "
                 "kl.place: loss"
+            )
+        if self.baseline == "greedy" and self.scale != "none":
+            raise ValueError(
+                f"scale is {self.scale}, but baseline is greedy, which may differ from a group whose rewards are all "
+                "equal, so nothing to divide by; set scale: none"
             )
         if self.scale == "mean" and self.kl.place == "reward" and self.kl.coef > 0:
             raise ValueError(
@@ -147,7 +153,8 @@ def _passes(cfg: GRPORecipe) -> Passes:
     # With a single update the old policy is the one that is updated.
     is_off_policy = cfg.grpo.num_epochs * cfg.grpo.num_minibatches > 1 and not cfg.grpo.is_divergence_bound
     num_learnt = cfg.rollout.prompts_per_step * (cfg.grpo.keep or cfg.rollout.completions_per_prompt)
-    return Passes.of_drawing(cfg, old_policy=is_off_policy, num_learnt=num_learnt)
+    num_greedy = cfg.rollout.prompts_per_step * (cfg.grpo.baseline == "greedy")
+    return Passes.of_drawing(cfg, old_policy=is_off_policy, num_learnt=num_learnt, num_beside=num_greedy)
 
 
 SPEC = Spec(

@@ -29,6 +29,8 @@ class PolicyTerms:
     dual_clip: float | None = None
     temperature_positive: float = 1.0
     temperature_negative: float = 1.05
+    kl_cov_share: float = 2e-4
+    kl_cov_coef: float = 1.0
     kl: Estimator = "k3"
     kl_coef: float = 0.0
     corrects_kl: bool = False
@@ -41,6 +43,8 @@ class PolicyTerms:
             ("clip_high", self.clip_high, 0.0),
             ("temperature_positive", self.temperature_positive, 0.0),
             ("temperature_negative", self.temperature_negative, 0.0),
+            ("kl_cov_share", self.kl_cov_share, 0.0),
+            ("kl_cov_coef", self.kl_cov_coef, 0.0),
             ("dual_clip", self.dual_clip, 1 + self.clip_high),
         ):
             if value is not None and not value > least:
