@@ -90,6 +90,7 @@ def joined(parts: Sequence[Scores]) -> Scores:
         ]
         for name in dict.fromkeys(name for part in parts for name in part.columns)
     }
+    greedy = [part.greedy_P for part in parts if part.greedy_P is not None]
     return Scores(
         total_PG=torch.cat([part.total_PG for part in parts]),
         parts={name: torch.cat([part.parts[name] for part in parts]) for name in parts[0].parts},
@@ -97,9 +98,7 @@ def joined(parts: Sequence[Scores]) -> Scores:
         failures=[failure for part in parts for failure in part.failures],
         logged=logged,
         columns=columns,
-        greedy_P=torch.cat(greedy)
-        if (greedy := [part.greedy_P for part in parts if part.greedy_P is not None])
-        else None,
+        greedy_P=torch.cat(greedy) if greedy else None,
     )
 
 
