@@ -15,7 +15,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "dev").glob("*.md")),
+    *sorted((ROOT / "docs" / "dev").rglob("*.md")),
 )
 _FENCE = re.compile(r"^```(\w*)\s*$")
 _COMMENT = re.compile(r"^<!-- (not run|file|run with): (.+?) -->$")
