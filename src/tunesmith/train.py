@@ -36,6 +36,7 @@ def ppo(
     model: str | None = None,
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
+    demonstrations: str | Path | Iterable[DemonstrationLike] | None = None,
     recipe: str | None = None,
     config: str | None = None,
     steps: int | None = None,
@@ -50,11 +51,12 @@ def ppo(
     reward model's name or folder. `recipe` names a shipped recipe, `config` a YAML file. Every key of the recipe can
     be overridden, whole sections as a dict (`rollout={"max_new_tokens": 16}`) or one key by its path
     (`**{"rollout.max_new_tokens": 16}`). `callbacks=[...]` are callbacks of transformers' Trainer (docs/trl.md). With
-    `run_id="..."` a run that has this id and a checkpoint is resumed in place of starting one.
+    `run_id="..."` a run that has this id and a checkpoint is resumed in place of starting one. `demonstrations`, as of
+    `sft`, are learnt beside the rewards with the weight `ptx.coef`.
     Raises `tunesmith.base.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
     given = {**overrides, "model": model, "run.steps": steps}
-    return _train_policy("ppo", prompts, reward, recipe, config, given, progress)
+    return _train_policy("ppo", prompts, reward, recipe, config, given, progress, demonstrations)
 
 
 def grpo(
@@ -62,6 +64,7 @@ def grpo(
     model: str | None = None,
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
+    demonstrations: str | Path | Iterable[DemonstrationLike] | None = None,
     recipe: str | None = None,
     config: str | None = None,
     steps: int | None = None,
@@ -70,7 +73,7 @@ def grpo(
 ) -> RunResult:
     """Train a policy by GRPO. Arguments, result and errors are those of `ppo`."""
     given = {**overrides, "model": model, "run.steps": steps}
-    return _train_policy("grpo", prompts, reward, recipe, config, given, progress)
+    return _train_policy("grpo", prompts, reward, recipe, config, given, progress, demonstrations)
 
 
 def best_of_n(
@@ -230,13 +233,15 @@ def _train_policy(
     config: str | None,
     given: Mapping[str, object],
     progress: bool,
+    demonstrations: object = None,
 ) -> RunResult:
-    """Train by an algorithm that draws completions. Prompts and rewards given by name become overrides."""
+    """Train by an algorithm that draws completions. What is given by name becomes an override."""
     rewards = None if reward is None else reward_list(reward)
     by_name = all(isinstance(item, str) for item in rewards or ())
     named, rows = _named_or_given(prompts, "prompts")
-    given = {**given, "prompts": named, "reward": rewards if by_name else None}
-    inputs = Inputs(prompts=rows, rewards=None if by_name else rewards)
+    shown, shown_rows = _named_or_given(demonstrations, "demonstrations")
+    given = {**given, "prompts": named, "reward": rewards if by_name else None, "demonstrations": shown}
+    inputs = Inputs(prompts=rows, rewards=None if by_name else rewards, demonstrations=shown_rows)
     return _train(algorithm, recipe, config, given, inputs, progress)
 
 

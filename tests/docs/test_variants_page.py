@@ -1,5 +1,6 @@
 """The page of variants: every entry of its list loads, and trains two steps with what it names."""
 
+import json
 import math
 import re
 import shlex
@@ -17,7 +18,7 @@ PAGE = ROOT / "docs" / "variants.md"
 PROMISED = ("PPO", "dual-clip PPO", "REINFORCE++", "REINFORCE++-baseline", "GRPO", "Dr. GRPO", "RLOO", "DAPO", "GSPO")
 PROMISED += ("CISPO", "BNPO", "GDPO", "SAPO", "MaxRL", "GPG", "DPPO by total variation", "DPPO by binary KL", "GMPO")
 PROMISED += ("OPO", "GFPO", "pass@k", "IcePop", "off-policy sequence mask", "a fifth of the tokens")
-PROMISED += ("ReMax", "Clip-Cov", "KL-Cov", "VC-PPO", "VAPO", "the length reward of Kimi k1.5")
+PROMISED += ("PPO-ptx", "ReMax", "Clip-Cov", "KL-Cov", "VC-PPO", "VAPO", "the length reward of Kimi k1.5")
 PROMPTS = ["The film", "A story", "Once more", "They said"]
 SMALL = {
     "model.name": "tiny:llama",
@@ -55,7 +56,7 @@ def test_a_promised_paper_has_an_entry(name: str):
 @pytest.mark.parametrize("row", rows(), ids=[row.paper for row in rows()])
 def test_the_settings_of_an_entry_load_and_train_two_steps(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     overrides = SMALL | {"run.dir": str(tmp_path)} | parse_overrides(row.trainer, shlex.split(row.flags)).values
-    known = (f"{row.trainer}.", "rollout.")
+    known = (f"{row.trainer}.", "rollout.", "ptx.", "demonstrations.")
     assert all(key.startswith(known) for key in overrides.keys() - SMALL.keys() - {"run.dir"})
     if overrides.get("grpo.scale") == "mean":  # for rewards of 0 or more
         overrides["reward"] = [{"source": "unique_chars"}]
@@ -65,6 +66,10 @@ def test_the_settings_of_an_entry_load_and_train_two_steps(row: Row, tmp_path: P
         (tmp_path / "right.py").write_text(
             "def is_odd(completions, **_):\n    return [len(c) % 2 for c in completions]\n"
         )
+    if "demonstrations.source" in overrides:
+        monkeypatch.chdir(tmp_path)
+        rows = [json.dumps({"prompt": prompt, "completion": " goes on"}) for prompt in PROMPTS]
+        (tmp_path / "demonstrations.jsonl").write_text("\n".join(rows))
     recipe = load_recipe(row.trainer, overrides=overrides).recipe
     result = run(recipe, Inputs(prompts=PROMPTS), progress=False)
     assert len(result.metrics) == 2

@@ -4,7 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.base.config.sections import Finite, NonNegative, Positive, PositiveInt, Section
+from tunesmith.base.config.sections import (
+    DemonstrationsSection,
+    Finite,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Section,
+)
 
 Estimator = Literal["k1", "k2", "k3"]
 """Estimator of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""
@@ -41,6 +49,24 @@ class KLSection(Section):
         if self.bias_correction and self.place != "loss":
             raise ValueError("bias_correction weighs the KL in the loss, but place is reward; set place: loss")
         return self
+
+
+class PtxDemonstrationsSection(DemonstrationsSection):
+    """Demonstrations that are learnt beside the rewards."""
+
+    heldout_fraction: Fraction = 0.0
+    """Share of demonstrations that is not learnt, by a hash of the prompt or of the opening of the conversation."""
+
+
+class PtxSection(Section):
+    """A term of supervised learning on demonstrations beside the policy loss (PPO-ptx, Ouyang et al. 2022)."""
+
+    coef: NonNegative = 0.0
+    """Weight of the mean of -log p over their learnt tokens; 0 is off."""
+    demonstrations_per_update: PositiveInt = 8
+    """Demonstrations in each optimizer step."""
+    micro_batch_tokens: PositiveInt = 2048
+    """Tokens of demonstrations in one forward and backward pass."""
 
 
 class UpdateSection(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tunesmith.base.config.levels import Level
-from tunesmith.base.config.policy_sections import KLSection
+from tunesmith.base.config.policy_sections import KLSection, PtxDemonstrationsSection, PtxSection
 from tunesmith.base.config.scale_sections import SamplingScaleSection, ScaleSection
 from tunesmith.base.config.sections import (
     AlarmsSection,
@@ -143,6 +143,13 @@ class PolicyRecipe(SamplingRecipe):
     def _check_horizon(self) -> "PolicyRecipe":
         check_horizon(self, self.rollout, self.algorithm)
         return self
+
+
+class PtxRecipe(PolicyRecipe):
+    """Recipes whose policy loss may have a term of supervised learning."""
+
+    demonstrations: PtxDemonstrationsSection = PtxDemonstrationsSection()
+    ptx: PtxSection = PtxSection()
 
 
 def check_horizon(recipe: Recipe, rollout: RolloutSection, section: str) -> None:

@@ -180,6 +180,12 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
     return (
         *kl_rules(section),
         Rule(
+            "ptx.* demonstrations.*",
+            is_("ptx.coef", 0.0),
+            "ptx.coef is 0, so no demonstrations are learnt; set it, or leave this out",
+            "ptx.coef",
+        ),
+        Rule(
             f"{section}.clip_low",
             is_(f"{section}.surrogate", "cispo"),
             "{section}.surrogate is cispo, whose weight has no lower bound; set clip, or leave this out",

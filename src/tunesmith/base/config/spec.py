@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tunesmith.base.config.policy_sections import KLSection
-from tunesmith.base.config.recipe import Recipe, SamplingRecipe
+from tunesmith.base.config.recipe import PtxRecipe, Recipe, SamplingRecipe
 from tunesmith.base.config.rules import Rule
 
 Critic = Literal["none", "shared", "separate"]
@@ -21,7 +21,8 @@ class Passes:
     A step has `num_rows` rows. Of those, `num_learnt` are learnt in `num_epochs` epochs of `num_minibatches` optimizer
     steps each, with `micro_batch_size` rows in a forward and backward pass. `old_policy` and `reference` are forward
     passes of those models before the update, over the rows that are learnt or, with `scores_all`, over all;
-    `num_teachers` models compute each row that is learnt, in each epoch. A `separate` critic scores all rows, and is
+    `num_teachers` models compute each row that is learnt, in each epoch. Each update learns `num_demonstrations` rows
+    that were not drawn. A `separate` critic scores all rows, and is
     trained as the policy is.
     """
 
@@ -34,6 +35,7 @@ class Passes:
     reference: bool = False
     scores_all: bool = False
     num_teachers: int = 0
+    num_demonstrations: int = 0
     critic: Critic = "none"
 
     @property
@@ -60,6 +62,7 @@ class Passes:
         section, rollout = cfg.section, cfg.rollout
         num_rows = rollout.prompts_per_step * rollout.completions_per_prompt
         kl = getattr(section, "kl", None)
+        num_demonstrations = cfg.ptx.demonstrations_per_update if isinstance(cfg, PtxRecipe) and cfg.ptx.coef > 0 else 0
         return cls(
             num_rows=num_rows + num_beside,
             num_learnt=num_rows if num_learnt is None else num_learnt,
@@ -70,6 +73,7 @@ class Passes:
             reference=isinstance(kl, KLSection) and kl.coef > 0,
             scores_all=isinstance(kl, KLSection) and kl.place == "reward",
             num_teachers=num_teachers,
+            num_demonstrations=num_demonstrations,
             critic=critic,
         )
 

@@ -1,7 +1,7 @@
 """Memory of a run by part, and its work. Activations are counted for the layers that are trained."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -83,8 +83,10 @@ def policy_estimate(
     num_heldout: int = 0,
     reward_parameters: Sequence[int] = (),
     teacher_parameters: Sequence[int] = (),
+    demonstration_tokens: float = 0.0,
 ) -> Estimate:
-    """Estimate for an algorithm that draws completions of prompts of `prompt_tokens` on average.
+    """Estimate for an algorithm that draws completions of prompts of `prompt_tokens` on average, and perhaps learns
+    demonstrations of `demonstration_tokens`.
 
     The other models are given by their numbers of parameters.
     """
@@ -99,6 +101,8 @@ def policy_estimate(
     others = sum(reward_parameters) / num_all, sum(teacher_parameters) / num_all
     frozen = 0.0 if passes.num_teachers else _frozen_share(model, cfg.model.num_trainable_layers)
     work = _policy_work(cfg, passes, prompt_tokens, num_slots, num_heldout, others, frozen)
+    beside = Work(trained=passes.num_demonstrations * demonstration_tokens * passes.num_updates)
+    work = replace(work, step=work.step + beside)
     weight_bytes = num_all * model.dtype.itemsize
     num_bases = not has_adapters(model)  # models with adapters share one base
     logit_rows = micro_batch_size * cfg.rollout.max_new_tokens

@@ -17,6 +17,7 @@ from tunesmith.engine.models.optimizer import StepReport
 from tunesmith.learn.algorithms.direct_loss import DirectStats
 from tunesmith.learn.algorithms.policy_loss import Correction, PolicyStats, importance_metrics
 from tunesmith.learn.algorithms.sums import merged
+from tunesmith.learn.algorithms.token_loss import TokenStats
 from tunesmith.learn.algorithms.value_loss import ValueStats
 from tunesmith.learn.rewards.scorer import Scores
 from tunesmith.learn.trainers.api import Metrics
@@ -120,11 +121,14 @@ class FirstPass:
 
 @dataclass(frozen=True, slots=True)
 class MicroStats:
-    """Statistics of one micro-batch: of the surrogate, of the critic, and of a pass of the step's first update."""
+    """Statistics of one micro-batch: of the surrogate, of the critic, of a pass of the step's first update, and of
+    demonstrations.
+    """
 
     policy: PolicyStats | DirectStats | None = None
     value: ValueStats | None = None
     first: FirstPass | None = None
+    ptx: TokenStats | None = None
 
 
 @dataclass(slots=True)
@@ -138,6 +142,7 @@ class UpdateStats:
     reports: list[StepReport] = field(default_factory=list[StepReport])
     _policy: list[PolicyStats | DirectStats] = field(default_factory=list[PolicyStats | DirectStats])
     _value: list[ValueStats] = field(default_factory=list[ValueStats])
+    _ptx: list[TokenStats] = field(default_factory=list[TokenStats])
     _minibatch: list[PolicyStats | DirectStats] = field(default_factory=list[PolicyStats | DirectStats])
 
     def add(self, report: StepReport, micros: Sequence[MicroStats]) -> None:
@@ -146,6 +151,7 @@ class UpdateStats:
         self._minibatch = [micro.policy for micro in micros if micro.policy is not None]
         self._policy += self._minibatch
         self._value += [micro.value for micro in micros if micro.value is not None]
+        self._ptx += [micro.ptx for micro in micros if micro.ptx is not None]
         self.reports.append(report)
 
     def is_beyond(self, target_kl: float | None) -> bool:
@@ -162,6 +168,7 @@ class UpdateStats:
         return {
             **(merged(self._policy).metrics() if self._policy else {}),
             **(merged(self._value).metrics() if self._value else {}),
+            **({f"ptx/{name}": value for name, value in merged(self._ptx).metrics().items()} if self._ptx else {}),
             **self.first.metrics(),
             **update_metrics(self.reports),
             "updates": float(len(self.reports)),

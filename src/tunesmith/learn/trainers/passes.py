@@ -65,10 +65,12 @@ def accumulate_rows(
     micro_batch_size: int,
     loss_of: Callable[[BatchT], tuple[torch.Tensor, StatsT]],
     max_norm: float | None = None,
+    beside: Sequence[Callable[[], tuple[torch.Tensor, StatsT]]] = (),
 ) -> tuple[StepReport, list[StatsT]]:
-    """`accumulate` over the rows of `batch`, `micro_batch_size` at a time."""
+    """`accumulate` over the rows of `batch`, `micro_batch_size` at a time, and the losses `beside` them."""
     parts = chunks(range(len(batch.sequences.lengths_B)), micro_batch_size)
-    return accumulate(optimizer, parts, lambda rows: loss_of(batch.select(rows)), max_norm)
+    losses = [*(lambda rows=rows: loss_of(batch.select(rows)) for rows in parts), *beside]
+    return accumulate(optimizer, losses, lambda loss: loss(), max_norm)
 
 
 def micro_batches(sequences: Sequences, size: int) -> list[Sequences]:

@@ -37,6 +37,7 @@ from tunesmith.learn.algorithms.value_loss import ValueStats
 from tunesmith.learn.rewards.scorer import Scores
 from tunesmith.learn.trainers import metrics, passes, setup
 from tunesmith.learn.trainers.api import Counter, Metrics, PolicyWithKL, StepResult
+from tunesmith.learn.trainers.ptx import MicroLoss, Ptx
 from tunesmith.learn.trainers.rollouts import PolicyTask, Rollouts
 
 BatchT = TypeVar("BatchT", bound=PolicyBatch)
@@ -72,7 +73,7 @@ class Loss:
 class PolicyStep(PolicyWithKL):
     """The learner: `step` changes the policy, the optimizer and the KL controller.
 
-    `pool` holds the prompts that a step may draw further ones from.
+    `pool` holds the prompts that a step may draw further ones from. With `ptx` each update learns demonstrations too.
     """
 
     ROWS_TOGETHER: ClassVar[int] = 1
@@ -86,6 +87,7 @@ class PolicyStep(PolicyWithKL):
     kl: Controller
     tokenizer: PreTrainedTokenizerBase
     pool: Sequence[Prompt] = ()
+    ptx: Ptx | None = None
 
     @classmethod
     def build(cls, task: PolicyTask, cfg: PolicyRecipe) -> Self:
@@ -95,7 +97,8 @@ class PolicyStep(PolicyWithKL):
         optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
         tokenizer, pool = task.loaded.tokenizer, task.data.train
-        return cls(cfg.section, drawing, policy, reference, optimizer, controller, tokenizer, pool)
+        ptx = task.ptx(policy, optimizer)
+        return cls(cfg.section, drawing, policy, reference, optimizer, controller, tokenizer, pool, ptx)
 
     @property
     def engine(self) -> Engine:
@@ -169,10 +172,16 @@ class PolicyStep(PolicyWithKL):
             tokens_seed = derive(seed, "tokens", len(stats.reports))
             size = update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn, tokens_seed)
             loss_of = partial(self.micro_batch_loss, size=size, is_first=not stats.reports)
-            stats.add(*passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of))
+            beside = self.demonstration_losses(index, len(stats.reports))
+            stats.add(*passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of, beside=beside))
             if stats.is_beyond(getattr(cfg, "target_kl", None)):  # direct losses have no ratio to stop by
                 break
         return stats
+
+    def demonstration_losses(self, index: int, update: int) -> list[MicroLoss]:
+        """The losses of the demonstrations of update `update` of step `index`, if the recipe has any."""
+        updates_per_step = self.cfg.num_epochs * self.cfg.num_minibatches
+        return [] if self.ptx is None else self.ptx.losses(index * updates_per_step + update)
 
     def micro_batch_loss(
         self, micro: PolicyBatch, size: UpdateSize, *, is_first: bool

@@ -31,6 +31,7 @@ from tunesmith.learn.trainers import metrics, passes
 from tunesmith.learn.trainers.api import Metrics
 from tunesmith.learn.trainers.critic import CriticProcess
 from tunesmith.learn.trainers.policy_step import Credit, Loss, PolicyStep
+from tunesmith.learn.trainers.ptx import MicroLoss
 from tunesmith.learn.trainers.rollouts import PolicyTask
 
 
@@ -60,6 +61,7 @@ class PPO(PolicyStep):
         optimizer = task.optimizer(modules, policy.kernels)
         drawing = task.rollouts(policy, optimizer, value_head)
         learner = cls(section, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)
+        learner = replace(learner, ptx=task.ptx(policy, optimizer))
         return replace(learner, value_head=value_head, critic=critic, critic_process=process)
 
     @property
@@ -82,6 +84,10 @@ class PPO(PolicyStep):
         """As of `PolicyStep`; in the first `value_steps` the critic alone is updated."""
         self.is_value_step = index < self.cfg.value_steps
         return PolicyStep.update(self, batch, index, drawn_per_row)
+
+    def demonstration_losses(self, index: int, update: int) -> list[MicroLoss]:
+        """As of `PolicyStep`; none while the critic alone is updated."""
+        return [] if self.is_value_step else PolicyStep.demonstration_losses(self, index, update)
 
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """All completions but those whose reward failed, each with its reward."""

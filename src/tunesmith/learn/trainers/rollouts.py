@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
 
+from tunesmith.base.config.algorithms.sft import SFTSection
 from tunesmith.base.config.policy_sections import KLSection
-from tunesmith.base.config.recipe import PolicyRecipe
+from tunesmith.base.config.recipe import PolicyRecipe, PtxRecipe
 from tunesmith.base.config.sections import EvaluationSection, RolloutSection
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.log import get_logger
@@ -24,10 +26,11 @@ from tunesmith.base.schema.records import Prompt
 from tunesmith.collect.data import sets
 from tunesmith.engine.batch.pack import PolicyBatch
 from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.batch.targets import LearntSequence
 from tunesmith.engine.kernels.native import Kernels
 from tunesmith.engine.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.engine.models.load import load_policy
-from tunesmith.engine.models.loaded import freeze_lower_layers, room_for_prompts
+from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, room_for_prompts
 from tunesmith.engine.models.lora import frozen_copy
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.rollout.engine import Engine
@@ -40,8 +43,10 @@ from tunesmith.learn.rewards.scorer import Scorer, Scores
 from tunesmith.learn.trainers import metrics, setup
 from tunesmith.learn.trainers.api import Inputs, Learner, Metrics
 from tunesmith.learn.trainers.estimate import Estimate, policy_estimate
+from tunesmith.learn.trainers.ptx import Ptx
 from tunesmith.learn.trainers.restart import fingerprint_of_file, fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.learn.trainers.session import Session
+from tunesmith.learn.trainers.sft import SFT
 
 _log = get_logger(__name__)
 
@@ -154,6 +159,11 @@ class PolicyTask:
                 "evaluation.correct_at asks for the accuracy on held-out prompts, but none are held out; give "
                 "prompts.heldout_fraction a share above 0, or prompts.heldout_source a file"
             )
+        self.demonstrations: Sequence[LearntSequence] = ()
+        if isinstance(cfg, PtxRecipe) and cfg.ptx.coef > 0:
+            limit = context_length(self.loaded.model)
+            given = cfg.demonstrations, tokenizer, cfg.run.seed, inputs.demonstrations
+            self.demonstrations = sets.demonstration_sets(*given, max_length=limit).train
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
         self._learner, self._rewards = learner, inputs.rewards
 
@@ -186,6 +196,17 @@ class PolicyTask:
         total_steps = self.num_steps * section.num_epochs * section.num_minibatches
         return setup.optimizer_of(self.cfg, module, kernels, total_steps)
 
+    def ptx(self, policy: LanguageModel, optimizer: MasterAdamW) -> Ptx | None:
+        """The term of supervised learning; None if the recipe has none."""
+        cfg = self.cfg
+        if not isinstance(cfg, PtxRecipe) or not self.demonstrations:
+            return None
+        section = SFTSection(
+            demonstrations_per_step=cfg.ptx.demonstrations_per_update, micro_batch_tokens=cfg.ptx.micro_batch_tokens
+        )
+        sft = SFT(section, policy, optimizer, self.loaded.tokenizer)
+        return Ptx(cfg.ptx.coef, sft, self.demonstrations, cfg.run.seed)
+
     def rollouts(self, policy: LanguageModel, optimizer: MasterAdamW, value_head: nn.Module | None = None) -> Rollouts:
         """The engine on the policy's weights, with the scorer."""
         tokenizer, scale = self.loaded.tokenizer, self.cfg.scale
@@ -205,6 +226,7 @@ class PolicyTask:
         return {
             "the model": fingerprint_of_tensors(learner.policy.module),
             "the prompts": fingerprint_of_rows(rows),
+            **({"the demonstrations": fingerprint_of_rows(self.demonstrations)} if self.demonstrations else {}),
             "the rewards": ", ".join(self.scorer.names),
             **{f"the reward function {name}": code for name, code in self.scorer.functions.items()},
             **{f"the reward's file {place}": fingerprint_of_file(file) for place, file in files},
@@ -219,6 +241,7 @@ class PolicyTask:
             prompt_tokens=self.data.mean_tokens,
             num_heldout=len(self.data.heldout),
             reward_parameters=[model.model.num_parameters() for model in self.scorer.models.values()],
+            demonstration_tokens=fmean(one.num_used for one in self.demonstrations) if self.demonstrations else 0.0,
         )
 
     def batch(self, index: int) -> list[Prompt]:

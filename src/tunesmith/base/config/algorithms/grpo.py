@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from tunesmith.base.config.policy_sections import Estimator, KLSection, PolicyLossSection
-from tunesmith.base.config.recipe import PolicyRecipe
+from tunesmith.base.config.recipe import PtxRecipe
 from tunesmith.base.config.rules import ACCURACY, NO_HEAD, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
 from tunesmith.base.config.sections import (
     EvaluationSection,
@@ -100,7 +100,7 @@ class GRPOSection(PolicyLossSection):
         return self
 
 
-class GRPORecipe(PolicyRecipe):
+class GRPORecipe(PtxRecipe):
     """Train a policy by GRPO against a reward: each completion is compared with its group, no critic."""
 
     ALLOWS_DROPOUT = False

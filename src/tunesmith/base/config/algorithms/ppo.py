@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from tunesmith.base.config.policy_sections import KLSection, PolicyLossSection
-from tunesmith.base.config.recipe import PolicyRecipe
+from tunesmith.base.config.recipe import PtxRecipe
 from tunesmith.base.config.rules import NO_RATIO, ONE_UPDATE, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
 from tunesmith.base.config.sections import Fraction, NonNegative, NonNegativeInt, Positive, PositiveInt
 from tunesmith.base.config.spec import Passes, Spec
@@ -75,7 +75,7 @@ class PPOSection(PolicyLossSection):
         return self
 
 
-class PPORecipe(PolicyRecipe):
+class PPORecipe(PtxRecipe):
     """Train a policy by PPO against a reward."""
 
     ALLOWS_DROPOUT = False
