@@ -37,7 +37,7 @@ help:
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make bench      votes and kernels against plain torch and a copy, written to benchmarks/"
 	@echo "make docs       the documentation, warnings are errors; docs/_build/html/index.html"
-	@echo "make lint       ruff, import rules, size budgets, pyright, shell scripts, the Dockerfile"
+	@echo "make lint       ruff, import rules, dependencies, size budgets, pyright, shell scripts, the Dockerfile"
 	@echo "make format     apply ruff's formatting and safe fixes"
 	@echo "make clean      remove the environment and what was built"
 
@@ -94,6 +94,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/deptry src
 	$(BIN)/python tools/check_size.py
 	$(BIN)/pyright
 

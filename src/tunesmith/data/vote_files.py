@@ -30,6 +30,7 @@ from tunesmith.data.vote_values import (
     whole_number,
 )
 from tunesmith.schema.records import Pair, Ranking, Text
+from tunesmith.store.content import as_answer
 from tunesmith.store.records import (
     Candidate,
     ExportRow,
@@ -39,7 +40,6 @@ from tunesmith.store.records import (
     StoredDemonstration,
     StoredRanking,
 )
-from tunesmith.store.vote_reader import as_answer
 
 _log = get_logger(__name__)
 

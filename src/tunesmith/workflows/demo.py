@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.rollout import Group, SamplingParams
@@ -30,8 +30,6 @@ from tunesmith.data.pairs import write_pairs
 from tunesmith.data.prompts import load_prompts
 from tunesmith.data.split import split_by_prompt
 from tunesmith.evaluation.compare import Comparison, Side, compare
-from tunesmith.live import loop as live
-from tunesmith.live.loop import LiveResult
 from tunesmith.models.language_model import language_model
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
@@ -51,8 +49,10 @@ from tunesmith.trainers.rollouts import sampling_params
 from tunesmith.trainers.run import run
 from tunesmith.trainers.work import Rows, Work, announce_time, trial
 from tunesmith.workflows.evaluation import Outcome
-from tunesmith.workflows.live_simulation import server
 from tunesmith.workflows.voting import ask_votes, votes_on
+
+if TYPE_CHECKING:
+    from tunesmith.live.loop import LiveResult
 
 NUM_COMPARED = 15
 """Openings that are kept away from votes and training, and compared at the end."""
@@ -363,11 +363,15 @@ def command(options: DemoOptions) -> str:
     return " ".join(["tunesmith demo", *flags])
 
 
-def run_live_demo(folder: Path, *, seed: int = 0, announce: Callable[[str], object]) -> LiveResult:
+def run_live_demo(folder: Path, *, seed: int = 0, announce: Callable[[str], object]) -> "LiveResult":
     """Serve the voting page and train on `folder` until Ctrl-C; a later call continues.
 
     `announce` is given the address that logs the person in. Raises RunError if the server does not come up.
     """
+    # These need the extra `web`, which the demo without a page does not.
+    from tunesmith.live import loop as live
+    from tunesmith.workflows.live_simulation import server
+
     folder.mkdir(parents=True, exist_ok=True)
     loaded = load_recipe("live", recipe="live_smollm2", overrides={"live.dir": str(folder), "run.seed": seed})
     assert isinstance(loaded.recipe, LiveRecipe)
