@@ -32,7 +32,7 @@ help:
 	@echo "make .venv      the environment alone"
 	@echo "make demo       votes -> reward model -> PPO -> before and after, on a real language model"
 	@echo "make test       the tests, without those that take minutes"
-	@echo "make test-install  the wheel without the extra dev trains and serves, in an environment of its own"
+	@echo "make test-install  the wheel without extras, and each extra in an environment of its own"
 	@echo "make test-gpu   the tests of kernels, engine and trainers on the GPU of this machine"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make bench      votes and kernels against plain torch and a copy, written to benchmarks/"

@@ -55,7 +55,7 @@ def test_the_table_of_layers_in_contributing_is_what_the_linter_checks():
     assert shown == [layer for layer in checked if layer and layer != {"__main__"}]
 
 
-IMPORTED_BY_NAME = {"gguf", "datasets", "pyarrow", "tensorboard"}
+IMPORTED_BY_NAME = {"gguf", "accelerate", "datasets", "pyarrow", "tensorboard"}
 """Modules that no import statement names, so that the linter sees none; tests/outside/test_install.py does without."""
 
 

@@ -2,7 +2,7 @@
 # The wheel as people install it, without the extra `dev`: what the package does without extras, and what each extra is for.
 # Each extra has an environment of its own, which sees the one without extras and no other, so that an extra that lacks
 # a dependency does not find it among those of another. All of it is removed afterwards.
-# Options are those of make: PYTHON and TORCH_INDEX of the environments, where set. A word is the one extra to check.
+# Options are those of make: PYTHON and TORCH_INDEX of the environments, where set. Words are the extras to check; without any, all.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$(mktemp -d)
@@ -25,9 +25,9 @@ environment() {
     python=$work/$1/bin/python
 }
 tunesmith() { "$python" -m tunesmith "$@"; }
-is_wanted() { [ "$only" = "" ] || [ "$only" = "$1" ]; }
+is_wanted() { [ -z "$only" ] || [[ " $only " == *" $1 "* ]]; }
 
-only=${1:-}
+only=$*
 say base
 "${PYTHON:-python3}" -m venv "$work/base"
 python=$work/base/bin/python
@@ -127,9 +127,9 @@ fi
 # docs/scale.md: a cluster of this machine, one worker on it.
 if is_wanted ray; then
     environment ray
-    port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-    ray/bin/ray start --head --block --num-cpus 2 --port "$port" --disable-usage-stats --include-dashboard false \
-        --object-store-memory 100000000 --temp-dir "$work/r" >ray.txt 2>&1 &
+    read -r port client < <("$python" -c 'import socket as s; print(*(s.create_server(("", 0)).getsockname()[1] for _ in "12"))')
+    ray/bin/ray start --head --block --num-cpus 2 --port "$port" --ray-client-server-port "$client" \
+        --disable-usage-stats --include-dashboard false --object-store-memory 100000000 --temp-dir "$work/r" >ray.txt 2>&1 &
     server=$!
     for _ in $(seq 300); do
         grep -q "Ray runtime started" ray.txt && break

@@ -7,6 +7,7 @@ from tunesmith.core.errors import MissingDependencyError
 
 EXTRA_OF: Mapping[str, str] = {
     "gguf": "smollm2",
+    "accelerate": "smollm2",
     "peft": "lora",
     "datasets": "data",
     "pyarrow": "data",

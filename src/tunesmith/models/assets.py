@@ -206,8 +206,11 @@ def _download_gguf(folder: Path) -> Path:
 
 
 def _require_gguf(name: str) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError(f"reading {name} needs the package gguf; run `pip install 'tunesmith[smollm2]'`")
+    for package in ("gguf", "accelerate"):  # transformers asks for both
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"reading {name} needs the package {package}; run `pip install 'tunesmith[smollm2]'`"
+            )
 
 
 def _convert(gguf: Path, folder: Path) -> None:
