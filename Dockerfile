@@ -18,7 +18,7 @@ USER 10001:10001
 FROM system
 LABEL org.opencontainers.image.title="Tunesmith" \
       org.opencontainers.image.description="Trains language models from human preferences" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="0.2.0" \
       org.opencontainers.image.licenses="MIT" \
       org.opencontainers.image.documentation="https://tunesmith.readthedocs.io"
 ARG TORCH=cpu

@@ -32,12 +32,12 @@ help:
 	@echo "make .venv      the environment alone"
 	@echo "make demo       votes -> reward model -> PPO -> before and after, on a real language model"
 	@echo "make test       the tests, without those that take minutes"
-	@echo "make test-install  the wheel without the extra dev trains and serves, in an environment of its own"
+	@echo "make test-install  the wheel without extras, and each extra in an environment of its own"
 	@echo "make test-gpu   the tests of kernels, engine and trainers on the GPU of this machine"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make bench      votes and kernels against plain torch and a copy, written to benchmarks/"
 	@echo "make docs       the documentation, warnings are errors; docs/_build/html/index.html"
-	@echo "make lint       ruff, import rules, size budgets, pyright, shell scripts, the Dockerfile"
+	@echo "make lint       ruff, import rules, dependencies, size budgets, pyright, shell scripts, the Dockerfile"
 	@echo "make format     apply ruff's formatting and safe fixes"
 	@echo "make clean      remove the environment and what was built"
 
@@ -94,6 +94,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/deptry src
 	$(BIN)/python tools/check_size.py
 	$(BIN)/pyright
 

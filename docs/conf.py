@@ -24,4 +24,5 @@ autodoc_member_order = "bysource"
 
 html_theme = "furo"
 html_title = "Tunesmith"
+html_static_path = ["images"]  # the README's pictures too, which no page shows
 html_copy_source = False

@@ -5,9 +5,15 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 import tunesmith
+from tunesmith.base.core.extras import EXTRA_OF
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "datasets", "trl", "plotly"}
@@ -64,6 +70,27 @@ def test_the_table_of_layers_in_contributing_is_what_the_linter_checks():
     for wing, folders in rows:
         if (name := wing.strip("`")) in WINGS:
             assert [set(re.findall(r"`(\w+)`", layer)) for layer in folders.split(", ")] == layers(name)
+
+
+IMPORTED_BY_NAME = {"gguf", "accelerate", "datasets", "pyarrow", "tensorboard"}
+"""Modules that no import statement names, so that the linter sees none; tests/outside/test_install.py does without."""
+
+
+def test_each_package_of_an_extra_has_an_owner_and_is_named_where_it_is_missing():
+    """`make lint` has deptry, which takes all extras for installed; here is what says whose they are."""
+    rules = configparser.ConfigParser()
+    rules.read(ROOT / ".importlinter")
+    protected = {module for name in rules.sections() for module in rules[name].get("protected_modules", "").split()}
+    assert set(EXTRA_OF) - IMPORTED_BY_NAME <= protected
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {
+        (canonicalize_name(Requirement(line).name), extra)
+        for extra, lines in project["optional-dependencies"].items()
+        for line in lines
+        if extra not in ("docs", "dev")
+    }
+    owners = packages_distributions()
+    assert {(canonicalize_name(owners[module][0]), extra) for module, extra in EXTRA_OF.items()} == declared
 
 
 def test_the_package_and_what_is_light_load_nothing_heavy():

@@ -8,6 +8,7 @@ nothing heavy.
 import importlib
 from typing import TYPE_CHECKING
 
+from tunesmith.base.core.extras import naming_extras
 from tunesmith.base.core.system import compute_alone_after_fork, limit_spinning
 from tunesmith.base.core.version import __version__
 
@@ -144,7 +145,8 @@ def __getattr__(name: str) -> object:
     if name == "train":
         return importlib.import_module("tunesmith.train")
     if name in _MODULE_OF:
-        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+        with naming_extras():
+            return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'tunesmith' has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tunesmith.apps.cli import doctor
 from tunesmith.apps.cli.main import main
+from tunesmith.base.core.extras import EXTRA_OF
 from tunesmith.base.runs.environment import file_system, why_not_writable
 from tunesmith.engine.kernels.native import operations
 
@@ -180,9 +181,9 @@ def test_a_package_of_a_wrong_version_is_missing_and_one_that_is_optional_is_not
     assert (findings["torch"].status, findings["torch"].value) == ("missing", "1.0, not <3,>=2.11")
     assert findings["pydantic"].status == "missing"
     assert findings["numpy"].status == "ok"
-    for name, extra in {"gguf": "smollm2", "datasets": "data", "pyarrow": "data", "tensorboard": "trackers"}.items():
+    for name in ("gguf", "peft", "fastapi", "datasets", "pyarrow", "tensorboard", "ray", "trl"):
         assert findings[name].status == "note"
-        assert f"tunesmith[{extra}]" in findings[name].advice
+        assert f"tunesmith[{EXTRA_OF[name]}]" in findings[name].advice
 
 
 def test_a_folder_that_cannot_hold_a_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,9 @@ def test_a_missing_package_is_named_with_its_extra(
     write_folder(tmp_path / "p", [{"prompt": "a"}])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=rf"{package.split('.')[0]}; run `pip install tunesmith\[data\]`"):
+    with pytest.raises(
+        MissingDependencyError, match=rf"{package.split('.')[0]}; run `pip install 'tunesmith\[data\]'`"
+    ):
         load_prompts(name)
 
 

@@ -123,7 +123,7 @@ def test_triton_runs_on_a_cpu_in_its_interpreter(sources: Path, monkeypatch):
         (True, (7, 0), (7, 0), ""),
         (True, (7, 5), (8, 0), r"needs compute capability 8\.0 and this GPU has 7\.5"),
         (True, None, (7, 0), "sees no CUDA device"),
-        (False, (9, 0), (7, 0), "not installed; pip install triton"),
+        (False, (9, 0), (7, 0), r"not installed; run `pip install 'tunesmith\[gpu\]'`"),
     ],
 )
 def test_a_gpu_must_be_there_and_new_enough(installed: bool, found, least, why: str, monkeypatch):

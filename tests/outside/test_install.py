@@ -27,9 +27,8 @@ class Installed(PathFinder):
 
 absent = frozenset(json.loads(sys.argv.pop(1)))
 sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
-from tunesmith.apps.cli.main import main
-sys.exit(main(sys.argv[1:]))
 """
+COMMAND = "from tunesmith.apps.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def required(name: str, extras: Sequence[str], seen: set[tuple[str, str]]) -> Iterator[str]:
@@ -51,12 +50,18 @@ def absent_modules(extras: Sequence[str]) -> list[str]:
     return [module for module, owners in by_module.items() if not brought & {canonicalize_name(o) for o in owners}]
 
 
-def run(folder: Path, extras: Sequence[str], *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, extras: Sequence[str], *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """The command `tunesmith words` as an environment with `extras` would run it."""
-    command = [sys.executable, "-c", GUARD, json.dumps(absent_modules(extras)), *words]
-    return subprocess.run(
-        command, cwd=folder, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, check=False
-    )
+    return run_python(folder, extras, COMMAND, *words, **settings)
+
+
+def run_python(
+    folder: Path, extras: Sequence[str], code: str, *words: str, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """`code` in an environment with `extras`; `settings` are environment variables."""
+    command = [sys.executable, "-c", GUARD + code, json.dumps(absent_modules(extras)), *words]
+    environment = {**os.environ, "COLUMNS": "120", **settings}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +72,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " no"} for row in told]
     for name, rows in (("told.jsonl", told), ("pairs.jsonl", pairs)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "told.parquet").write_bytes(b"PAR1")
+    (folder / "small.gguf").write_bytes(b"GGUF")
+    for name in (
+        "saved/state.json",
+        "saved/dataset_info.json",
+        "run/recipe.yaml",
+        "run/metrics.jsonl",
+        "campaign/votes.db",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}" if name.endswith("json") else "")
     return folder
 
 
@@ -86,16 +102,57 @@ def test_training_needs_no_extra(folder: Path, algorithm: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["recipes", "ls"], ["eval", "--help"], ["votes", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["recipes", "ls"], ["serve", "--help"], ["votes", "--help"]])
 def test_commands_start_without_extras(folder: Path, words: list[str]) -> None:
     """People look at what a command can do before they install its extra. Reported: issue 45.28."""
     done = run(folder, (), *words)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_the_guard_refuses_what_no_extra_brings(folder: Path) -> None:
-    """Parquet needs the extra `data`; the message names it. Reported: issue 45.28."""
-    (folder / "told.parquet").write_bytes(b"PAR1")
-    done = run(folder, (), "train", "sft", "--model", "tiny:llama", "--demonstrations", "told.parquet")
-    assert done.returncode == 2
-    assert "tunesmith[data]" in done.stderr
+TINY = ["--model", "tiny:llama", "--steps", "1"]
+TOLD = ["train", "sft", *TINY, "--demonstrations"]
+DRAWN = ["train", "grpo", *TINY, *TRAININGS["grpo"]]
+NEEDING = [
+    ("web", ["serve", "--port", "0"]),
+    ("web", ["studio", "--port", "0"]),
+    ("web", ["watch", "run"]),
+    ("web", ["votes", "import", "pairs.jsonl", "--dir", "campaign"]),
+    ("web", ["votes", "export", "out.jsonl", "--dir", "campaign"]),
+    ("web", ["votes", "stats", "--dir", "campaign"]),
+    ("web", ["live", "--model", "tiny:llama", "--dir", "campaign"]),
+    ("web", ["live", "--simulate", "1", "--dir", "campaign"]),
+    ("web", ["demo", "--live"]),
+    ("lora", [*TOLD, "told.jsonl", "--model.lora.rank", "2"]),
+    ("trackers", [*TOLD, "told.jsonl", "--report-to", "tensorboard"]),
+    ("data", [*TOLD, "told.parquet"]),
+    ("data", [*TOLD, "saved"]),
+    ("data", [*TOLD, "owner/name"]),
+    ("smollm2", ["train", "sft", "--model", "small.gguf", "--demonstrations", "told.jsonl"]),
+    ("smollm2", ["generate", "--model", "smollm2", "--prompt", "The film"]),
+    ("ray", [*DRAWN, "--scale.workers", "1", "--scale.address", "auto"]),
+]
+
+
+@pytest.mark.parametrize(("extra", "words"), NEEDING, ids=lambda value: value if isinstance(value, str) else value[0])
+def test_a_missing_extra_is_named(folder: Path, extra: str, words: list[str]) -> None:
+    """People call a command whose extra they lack. `votes`, `live` and `demo` had a traceback about sqlalchemy, and
+    `smollm2` loaded 93 MB first. Reported: earthobservations/wetterdienst#1938."""
+    done = run(folder, (), *words, TUNESMITH_CACHE=str(folder / "cache"))
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert f"pip install 'tunesmith[{extra}]'" in " ".join(done.stderr.split())
+    assert "downloading" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "code"), [("trl", "import tunesmith.integrations.trl"), ("web", "tunesmith.VoteStore")]
+)
+def test_a_missing_extra_is_named_in_python(folder: Path, extra: str, code: str) -> None:
+    """People import what an extra brings. Reported: microsoft/autogen#7520."""
+    done = run_python(folder, (), f"import tunesmith; {code}")
+    assert "MissingDependencyError: " in done.stderr and f"'tunesmith[{extra}]'" in done.stderr
+
+
+def test_the_demo_and_files_of_votes_need_no_pages(folder: Path) -> None:
+    """People run the demo at a terminal; its imports took the extra `web` along. Reported: issue 45.28."""
+    done = run_python(folder, (), "import tunesmith.apps.workflows.demo, tunesmith.collect.data.vote_files")
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -37,10 +37,13 @@ _DEMO_DISK_GB = 1.5
 _TESTED_PYTHONS = ("3.11", "3.13")
 _OPTIONAL = {
     "gguf": "pip install 'tunesmith[smollm2]': needed once, to convert smollm2",
+    "peft": "pip install 'tunesmith[lora]': for LoRA and DoRA adapters",
+    "fastapi": "pip install 'tunesmith[web]': for the pages, votes and live training",
     "datasets": "pip install 'tunesmith[data]': for data sets of the hub and `datasets` folders",
     "pyarrow": "pip install 'tunesmith[data]': for Parquet files",
     "tensorboard": "pip install 'tunesmith[trackers]': for --report-to tensorboard",
-    "trl": "pip install 'tunesmith[trl]': for tests against TRL alone",
+    "ray": "pip install 'tunesmith[ray]': for rollout workers on a Ray cluster",
+    "trl": "pip install 'tunesmith[trl]': for TRL's trainers on our engine",
 }
 
 # Errors that a broken installation or machine may raise.
@@ -170,7 +173,7 @@ def _packages() -> Iterator[Finding]:
     from tunesmith.base.runs.environment import package_version, package_versions
 
     ranges = _required_ranges()
-    extra = {name: package_version(name) for name in ("datasets", "pyarrow", "tensorboard")}
+    extra = {name: package_version(name) for name in _OPTIONAL}
     for name, version in {**package_versions(), **extra}.items():
         if version is None and name in _OPTIONAL:
             yield Finding(name, "not installed (optional)", "note", _OPTIONAL[name])

@@ -10,6 +10,7 @@ from functools import cache
 from tunesmith.base.config.keys import did_you_mean
 from tunesmith.base.core import log
 from tunesmith.base.core.errors import InputError, TunesmithError
+from tunesmith.base.core.extras import naming_extras
 from tunesmith.base.core.log import visible
 from tunesmith.base.core.version import __version__
 
@@ -92,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.configure(verbose=is_verbose, quiet=is_quiet)
     log.escape_what_cannot_be_encoded()
     try:
-        code = _dispatch(words)
+        with naming_extras():
+            code = _dispatch(words)
         sys.stdout.flush()
         return code
     except TunesmithError as error:

@@ -1,7 +1,6 @@
 """`tunesmith serve`, `tunesmith studio` and `tunesmith watch`: the pages of voting and of runs."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tunesmith.apps.cli.options import Positional, UseAppendAction, check_ranges, flag, parse
 from tunesmith.apps.cli.output import Output, reporting
-from tunesmith.base.core.errors import InputError, MissingDependencyError
+from tunesmith.base.core.errors import InputError
 from tunesmith.collect.web.settings import LOOPBACK, ServerSettings
 
 if TYPE_CHECKING:
@@ -76,8 +75,8 @@ def serve(words: Sequence[str]) -> None:
         raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
     if options.raw and options.no_raw:
         raise InputError("--raw and --no-raw contradict each other; give one")
-    with _needing_web():
-        from tunesmith.collect.web import server
+    from tunesmith.collect.web import server
+
     items: Sequence[NewItem] = ()
     if options.pairs is not None:
         from tunesmith.collect.data.vote_files import read_items
@@ -109,17 +108,6 @@ def serve(words: Sequence[str]) -> None:
             fill=fill,
             announce=lambda opened: _say_vote(opened, settings.votes_path, output),
         )
-
-
-@contextmanager
-def _needing_web() -> Generator[None]:
-    """Say what to install if a package of the pages cannot be imported."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"the pages need {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
-        ) from None
 
 
 _FORMER_UNDO_S = 300.0
@@ -276,9 +264,9 @@ def _serve_runs(
     only_link: bool = False,
 ) -> None:
     """Serve the runs below `root`; `page` is opened first, by default that of `root`."""
-    with _needing_web():
-        from tunesmith.collect.web import server
-        from tunesmith.collect.web.run_index import id_of
+    from tunesmith.collect.web import server
+    from tunesmith.collect.web.run_index import id_of
+
     first = page or f"/runs/{id_of(root, root)}"
     with reporting(as_json=as_json) as output:
         if only_link:

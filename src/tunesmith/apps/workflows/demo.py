@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tunesmith.apps.workflows.evaluation import Outcome
-from tunesmith.apps.workflows.live_simulation import server
 from tunesmith.apps.workflows.voting import ask_votes, votes_on
 from tunesmith.base.config.algorithms.live import LiveRecipe
 from tunesmith.base.config.algorithms.reward import RewardRecipe
@@ -43,8 +42,6 @@ from tunesmith.engine.models.tokenizer import encode_prompt
 from tunesmith.engine.rollout.engine import Engine
 from tunesmith.engine.rollout.factory import Backend, open_engine
 from tunesmith.learn.evaluation.compare import Comparison, Side, compare
-from tunesmith.learn.live import loop as live
-from tunesmith.learn.live.loop import LiveResult
 from tunesmith.learn.rewards.builtin import RATER_NAME, SimulatedRater
 from tunesmith.learn.rewards.scorer import Scorer
 from tunesmith.learn.trainers import setup
@@ -53,6 +50,9 @@ from tunesmith.learn.trainers.rollouts import sampling_params
 from tunesmith.learn.trainers.run import run
 from tunesmith.learn.trainers.work import Rows, Work, announce_time, trial
 from tunesmith.observe.reports.html import write_demo_report
+
+if TYPE_CHECKING:
+    from tunesmith.learn.live.loop import LiveResult
 
 NUM_COMPARED = 15
 """Openings that are kept away from votes and training, and compared at the end."""
@@ -363,11 +363,15 @@ def command(options: DemoOptions) -> str:
     return " ".join(["tunesmith demo", *flags])
 
 
-def run_live_demo(folder: Path, *, seed: int = 0, announce: Callable[[str], object]) -> LiveResult:
+def run_live_demo(folder: Path, *, seed: int = 0, announce: Callable[[str], object]) -> "LiveResult":
     """Serve the voting page and train on `folder` until Ctrl-C; a later call continues.
 
     `announce` is given the address that logs the person in. Raises RunError if the server does not come up.
     """
+    # These need the extra `web`, which the demo without a page does not.
+    from tunesmith.apps.workflows.live_simulation import server
+    from tunesmith.learn.live import loop as live
+
     folder.mkdir(parents=True, exist_ok=True)
     loaded = load_recipe("live", recipe="live_smollm2", overrides={"live.dir": str(folder), "run.seed": seed})
     assert isinstance(loaded.recipe, LiveRecipe)

@@ -49,7 +49,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _import(name: str) -> Any:
-    module, package = ("torch.utils.tensorboard", "tunesmith[trackers]") if name == "tensorboard" else (name, name)
+    module, package = ("torch.utils.tensorboard", "'tunesmith[trackers]'") if name == "tensorboard" else (name, name)
     try:
         return importlib.import_module(module)
     except ImportError as error:

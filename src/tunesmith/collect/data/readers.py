@@ -384,7 +384,7 @@ def library(name: str, reason: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{reason}, which needs the package {name.partition('.')[0]}; run `pip install tunesmith[data]`, "
+            f"{reason}, which needs the package {name.partition('.')[0]}; run `pip install 'tunesmith[data]'`, "
             "or give JSONL, JSON or CSV"
         ) from error
 

@@ -30,6 +30,7 @@ from tunesmith.collect.data.vote_values import (
     verdict_of,
     whole_number,
 )
+from tunesmith.collect.store.content import as_answer
 from tunesmith.collect.store.records import (
     Candidate,
     ExportRow,
@@ -39,7 +40,6 @@ from tunesmith.collect.store.records import (
     StoredDemonstration,
     StoredRanking,
 )
-from tunesmith.collect.store.vote_reader import as_answer
 
 _log = get_logger(__name__)
 

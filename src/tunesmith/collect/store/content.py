@@ -12,6 +12,11 @@ MAX_NAME = 200
 """Characters of a name: of a campaign, a rater, a source, a request key."""
 
 
+def as_answer(prompt: Text, text: str) -> Text:
+    """An answer in the form of its prompt: text, or a message of the assistant."""
+    return text if isinstance(prompt, str) else ({"role": "assistant", "content": text},)
+
+
 def is_storable(text: str) -> bool:
     """True if every database and file can hold `text`: it has no NUL and no lone surrogate."""
     return _fault(text) is None

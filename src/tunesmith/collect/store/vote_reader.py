@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Table, exists, func, or_, select
 
 from tunesmith.base.core.errors import StoreError
-from tunesmith.base.schema.records import Text
 from tunesmith.collect.store import campaigns, vote_stats
-from tunesmith.collect.store.content import prompt_sha256
+from tunesmith.collect.store.content import as_answer, prompt_sha256
 from tunesmith.collect.store.database import ReadOnlyDatabase, or_now
 from tunesmith.collect.store.items import candidates_of_items
 from tunesmith.collect.store.queue import SHOWN_ELSEWHERE, knows_side, load_presentations
@@ -184,11 +183,6 @@ class VoteReader(ReadOnlyDatabase):
     def export_demonstrations(self, campaign_id: int | None = None) -> Iterator[StoredDemonstration]:
         """Effective written answers in the order of their ids."""
         return _pages(lambda cursor: self.demonstrations_after(cursor, _PAGE, campaign_id))
-
-
-def as_answer(prompt: Text, text: str) -> Text:
-    """An answer in the form of its prompt: text, or a message of the assistant."""
-    return text if isinstance(prompt, str) else ({"role": "assistant", "content": text},)
 
 
 def _pages(read: Callable[[int], Sequence[Record]]) -> Iterator[Record]:

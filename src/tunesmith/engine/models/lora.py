@@ -183,7 +183,7 @@ def peft() -> Any:
     try:
         import peft as library
     except ImportError as error:
-        raise MissingDependencyError("adapters need the peft package; run `pip install tunesmith[lora]`") from error
+        raise MissingDependencyError("adapters need the peft package; run `pip install 'tunesmith[lora]'`") from error
     return library
 
 

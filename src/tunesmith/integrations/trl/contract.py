@@ -58,7 +58,7 @@ def check() -> None:
         MissingDependencyError: TRL is not installed, its version is unknown, or it is not as that version was.
     """
     known = ", ".join(f"{minor}.*" for minor in sorted(SIGNATURES))
-    install = f"run `pip install 'trl=={max(SIGNATURES)}.*'`, or import the trainer from trl itself"
+    install = "run `pip install 'tunesmith[trl]'`, or import the trainer from trl itself"
     try:
         trl = importlib.import_module("trl")
         importlib.import_module("trl.trainer.utils")
