@@ -118,11 +118,10 @@ def group_relative(
     where the square of a gradient grows with length (OPO, Hao et al. 2025, arXiv 2505.23585); `"greedy"` is
     `greedy_P`, the reward of the completion of likeliest tokens (ReMax, Li et al. 2023, arXiv 2310.10505, equation 8).
     `scale="group"` divides by the group's unbiased standard deviation plus `GROUP_EPS`; `"batch"` by that of all valid
-    rewards, so that hard and easy prompts keep their weight (Liu et al. 2025, arXiv 2508.08221); `"advantages"` by that
-    of what is left once the baselines are taken off (REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262); `"none"`
-    does not divide (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). `"mean"` divides by the group's mean reward: with
-    rewards of 0 and 1 that is the gradient of the log of the rate of success (MaxRL, Tajwar et al. 2026, arXiv
-    2602.02710).
+    rewards, which keeps the weight of hard and easy prompts (Liu et al. 2025, arXiv 2508.08221); `"advantages"` by that
+    of reward minus baseline (REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262); `"none"` does not divide (Dr.
+    GRPO, Liu et al. 2025, arXiv 2503.20783). `"mean"` divides by the group's mean reward: with rewards of 0 and 1 that
+    is the gradient of the log of the rate of success (MaxRL, Tajwar et al. 2026, arXiv 2602.02710).
     Where all valid rewards of a group are equal (with `"greedy"`: to that one) its advantages are exactly 0. Only
     completions with `valid_PG` take part. Raises `InputError` if shapes differ, or for rewards below 0 with
     `scale="mean"`.
