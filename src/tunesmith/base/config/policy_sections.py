@@ -68,6 +68,11 @@ class PtxSection(Section):
     micro_batch_tokens: PositiveInt = 2048
     """Tokens of demonstrations in one forward and backward pass."""
 
+    @property
+    def num_learnt(self) -> int:
+        """Demonstrations that an update learns."""
+        return self.demonstrations_per_update if self.coef > 0 else 0
+
 
 class UpdateSection(Section):
     """How often each rollout is learnt, and in which parts."""

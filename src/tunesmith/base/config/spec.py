@@ -5,13 +5,28 @@ Nothing here imports torch: command line, plans, estimates, diagnosis and pages 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tunesmith.base.config.policy_sections import KLSection
 from tunesmith.base.config.recipe import PtxRecipe, Recipe, SamplingRecipe
 from tunesmith.base.config.rules import Rule
+from tunesmith.base.config.sections import RolloutSection
 
 Critic = Literal["none", "shared", "separate"]
+
+
+class Draws(Protocol):
+    """A recipe whose steps draw completions; `section` is that of its algorithm."""
+
+    @property
+    def rollout(self) -> RolloutSection:
+        """How completions are drawn."""
+        ...
+
+    @property
+    def section(self) -> Any:
+        """How they are learnt."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +61,25 @@ class Passes:
     @classmethod
     def of_drawing(
         cls,
-        cfg: SamplingRecipe,
+        cfg: Draws,
         *,
+        section: Any = None,
         old_policy: bool = False,
         critic: Critic = "none",
         num_learnt: int | None = None,
         num_beside: int = 0,
         num_teachers: int = 0,
     ) -> "Passes":
-        """The passes of an algorithm that draws its rows. `num_learnt` is by default all completions of its prompts;
-        `num_beside` further rows are drawn and scored, and not learnt.
+        """The passes of an algorithm that draws its rows.
 
-        `old_policy` says that the update needs log-probs of the policy that drew: an exact engine has recorded them.
+        `section` says how often a rollout is learnt, and may have a `kl`; by default it is that of the recipe's
+        algorithm. `num_learnt` is by default all completions of the prompts; `num_beside` further rows are drawn and
+        scored, and not learnt. `old_policy` says that the update needs log-probs of the policy that drew: an exact
+        engine has recorded them.
         """
-        section, rollout = cfg.section, cfg.rollout
+        section, rollout = section or cfg.section, cfg.rollout
         num_rows = rollout.prompts_per_step * rollout.completions_per_prompt
         kl = getattr(section, "kl", None)
-        num_demonstrations = cfg.ptx.demonstrations_per_update if isinstance(cfg, PtxRecipe) and cfg.ptx.coef > 0 else 0
         return cls(
             num_rows=num_rows + num_beside,
             num_learnt=num_rows if num_learnt is None else num_learnt,
@@ -73,7 +90,7 @@ class Passes:
             reference=isinstance(kl, KLSection) and kl.coef > 0,
             scores_all=isinstance(kl, KLSection) and kl.place == "reward",
             num_teachers=num_teachers,
-            num_demonstrations=num_demonstrations,
+            num_demonstrations=cfg.ptx.num_learnt if isinstance(cfg, PtxRecipe) else 0,
             critic=critic,
         )
 

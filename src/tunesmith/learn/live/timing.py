@@ -1,9 +1,11 @@
 """About how long an update takes, by a trial of the policy."""
 
 from tunesmith.base.config.algorithms.live import LiveRecipe
+from tunesmith.base.config.spec import Passes
 from tunesmith.learn.live.offers import Offers
 from tunesmith.learn.live.vote_dpo import VoteDPO
 from tunesmith.learn.live.votes import VoteMemory
+from tunesmith.learn.trainers.estimate import work_of_step
 from tunesmith.learn.trainers.work import Rows, Work, announce_time, trial, trial_engine
 
 
@@ -50,8 +52,6 @@ def update_work(cfg: LiveRecipe, learner: VoteDPO, offers: Offers, memory: VoteM
     if section.update == "dpo":
         return work
     policy = cfg.ppo if section.update == "ppo" else cfg.grpo
-    num_drawn, num_slots = _num_drawn(cfg, num_prompts)
-    each = rows.tokens(num_drawn)  # scored by the reference and by the reward model
-    step = Work.drawing(num_drawn, rows.completion, num_slots) + Work(scored=2 * each)
-    step += Work(trained=each, updates=policy.num_minibatches) * policy.num_epochs
-    return work + step * section.policy_steps
+    passes = Passes.of_drawing(cfg, section=policy, old_policy=True)
+    _, num_slots = _num_drawn(cfg, num_prompts)
+    return work + work_of_step(passes, rows, num_slots, reward_models=1.0) * section.policy_steps

@@ -139,19 +139,7 @@ def _policy_work(
     reward_models, teachers = others
     rollout, num_new = cfg.rollout, cfg.rollout.max_new_tokens
     rows = Rows(prompt_tokens, num_new, rollout.completions_per_prompt)
-    has_own_critic = passes.critic == "separate"
-    num_scored = passes.old_policy + passes.reference
-    before_update = rows.tokens(passes.num_rows if passes.scores_all else passes.num_learnt) * num_scored
-    scored_at_all = rows.tokens(passes.num_rows) * (has_own_critic + reward_models)
-    learnt = rows.tokens(passes.num_learnt) * passes.num_epochs
-    saved = frozen * (rows.tokens(passes.num_learnt) * (num_scored - 1) + learnt)
-    prefill = rollout.prompts_per_step * prompt_tokens
-    scored = prefill + before_update + scored_at_all + learnt * teachers
-    step = Work(
-        scored=scored - saved,
-        trained=learnt * (1 + has_own_critic),
-        updates=passes.num_updates * (1 + has_own_critic),
-    )
+    step = work_of_step(passes, rows, num_slots, reward_models, teachers, frozen)
     measured = 1 + reward_models + teachers + (passes.num_teachers > 0)  # the student too
     evaluation = Work.drawing(num_heldout, num_new, num_slots) + Work(
         num_heldout * (prompt_tokens + num_new) * measured
@@ -161,8 +149,32 @@ def _policy_work(
     if accuracy is not None and accuracy.correct_at is not None:
         num = min(num_heldout, accuracy.num_prompts or num_heldout) * (1 + accuracy.completions_per_prompt)
         once = (Work.drawing(num, num_new, num_slots) + Work(num * prompt_tokens)) * 2
-    step += Work.drawing(passes.num_rows, num_new, num_slots)
     return RunWork(rows, step, evaluation, once, num_slots=num_slots)
+
+
+def work_of_step(
+    passes: Passes,
+    rows: Rows,
+    num_slots: int,
+    reward_models: float = 0.0,
+    teachers: float = 0.0,
+    frozen: float = 0.0,
+) -> Work:
+    """The work of a step that draws `rows`, `num_slots` at a time; arguments as of `_policy_work`."""
+    has_own_critic = passes.critic == "separate"
+    num_scored = passes.old_policy + passes.reference
+    before_update = rows.tokens(passes.num_rows if passes.scores_all else passes.num_learnt) * num_scored
+    scored_at_all = rows.tokens(passes.num_rows) * (has_own_critic + reward_models)
+    learnt = rows.tokens(passes.num_learnt) * passes.num_epochs
+    saved = frozen * (rows.tokens(passes.num_learnt) * (num_scored - 1) + learnt)
+    prefill = passes.num_rows / rows.per_prompt * rows.prompt
+    scored = prefill + before_update + scored_at_all + learnt * teachers
+    update = Work(
+        scored=scored - saved,
+        trained=learnt * (1 + has_own_critic),
+        updates=passes.num_updates * (1 + has_own_critic),
+    )
+    return update + Work.drawing(passes.num_rows, rows.completion, num_slots)
 
 
 def ending_s(estimate: Estimate, cfg: Recipe) -> float:

@@ -87,7 +87,7 @@ class Planner:
             if work.draws and layout.engine_tensor not in rollouts:
                 rollouts[layout.engine_tensor] = model.rollout(0)[0]
             drawn_s = model.weights_s() + rollouts[layout.engine_tensor] if work.draws else 0.0
-            return drawn_s + model.update_s() + work.num_passes * model.pass_s()
+            return drawn_s + model.update_s() + work.num_passes * work.scored_share * model.pass_s()
 
         layout = min(choices, key=seconds)
         time = StepModel(self.shape, work, cluster, layout, self.factors).step()

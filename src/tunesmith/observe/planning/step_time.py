@@ -71,7 +71,7 @@ class StepModel:
             drawn_s, after_s, share = self.rollout(num_critic_passes if beside else 0)
             stages |= {"rollout": drawn_s, "critic": after_s} if beside else {"rollout": drawn_s}
         if work.num_passes:
-            stages["scoring"] = work.num_passes * self.pass_s()
+            stages["scoring"] = work.num_passes * work.scored_share * self.pass_s()
         if num_critic_passes and not beside:
             stages["critic"] = self.pass_s()
         update_s = self.update_s()
@@ -149,7 +149,7 @@ class StepModel:
         own = self.shape.num_parameters / layout.num_parts
         num_passes = 1 + 2 * (work.trained_share + 1) / 2 + work.checkpointed
         exchanges = (4 + 2 * work.checkpointed) * self.shape.num_layers
-        passes_s = work.num_epochs * (self._computing_s(num_passes) + self._passes_s(exchanges))
+        passes_s = work.num_epochs * work.learnt_share * (self._computing_s(num_passes) + self._passes_s(exchanges))
         gathers = 2 * self._num_micro_batches() * work.num_minibatches if layout.shards_weights else 1
         moved = own * (4 * work.trained_share + gathers * work.itemsize) * (layout.data - 1) / layout.data
         across = layout.num_ranks > self.cluster.per_node
@@ -159,7 +159,7 @@ class StepModel:
 
     def _num_micro_batches(self) -> int:
         """Micro-batches of a replica in one optimizer step."""
-        rows = self.work.num_rows / self.work.num_minibatches / self.layout.data
+        rows = self.work.learnt_share * self.work.num_rows / self.work.num_minibatches / self.layout.data
         return max(1, round(rows / self.work.micro_batch_size))
 
     def _computing_s(self, num_passes: float) -> float:

@@ -14,8 +14,9 @@ class Workload:
     `draws` says that the step samples completions, `trains` what it trains (`config.spec.Spec`). `num_other_models` are
     further models that score all rows, such as teachers. `critic` is `separate` for a second model that is trained too.
     `slots` is the number of completions that an engine draws at a time, `lease` the number that it takes from the queue
-    at a time; 0 is an equal share for each engine. `trained_share` is the share of the weights that is trained,
-    `itemsize` the bytes of a weight, `moment_bytes` those of the moments of one.
+    at a time; 0 is an equal share for each engine. `learnt_share` are the rows that an epoch learns, `scored_share`
+    those that a pass without gradients computes, each as a share of all rows. `trained_share` is the share of the
+    weights that is trained, `itemsize` the bytes of a weight, `moment_bytes` those of the moments of one.
     """
 
     draws: bool
@@ -35,6 +36,8 @@ class Workload:
     slots: int = 128
     lease: int = 0
     checkpointed: bool = False
+    learnt_share: float = 1.0
+    scored_share: float = 1.0
     trained_share: float = 1.0
     itemsize: int = 2
     moment_bytes: float = 8.0
@@ -73,6 +76,7 @@ def workload_of(recipe: Recipe, prompt_tokens: float, mean_new_tokens: float | N
     if spec is None:
         raise InputError(f"a step of {recipe.algorithm} cannot be planned; give one of {', '.join(SPECS)}")
     passes = spec.passes(recipe)
+    num_learnt = passes.num_learnt + passes.num_demonstrations * passes.num_minibatches
     shared = {
         "draws": spec.draws,
         "trains": spec.trains,
@@ -84,6 +88,8 @@ def workload_of(recipe: Recipe, prompt_tokens: float, mean_new_tokens: float | N
         "num_other_models": passes.num_teachers,
         "recomputes_old_policy": passes.old_policy,
         "critic": passes.critic,
+        "learnt_share": num_learnt / passes.num_rows,
+        "scored_share": 1.0 if passes.scores_all else passes.num_learnt / passes.num_rows,
         "checkpointed": recipe.model.gradient_checkpointing,
         "trained_share": 0.01 if recipe.model.lora.rank else 1.0,
         "itemsize": 4 if recipe.model.dtype == "float32" else 2,
@@ -95,7 +101,7 @@ def workload_of(recipe: Recipe, prompt_tokens: float, mean_new_tokens: float | N
     return Workload(
         **shared,
         prompts=rollout.prompts_per_step,
-        completions=rollout.completions_per_prompt,
+        completions=passes.num_rows // rollout.prompts_per_step,
         new_tokens=rollout.max_new_tokens,
         mean_new_tokens=mean_new_tokens or max(1.0, rollout.max_new_tokens / 2),
         slots=rollout.num_slots if rollout.backend != "transformers" else rollout.batch_size,
