@@ -20,6 +20,7 @@ SAMPLING = SamplingParams(max_new_tokens=10)
 class UnigramEngine:
     """A real sampler over a unigram model: token 0 ends a completion."""
 
+    name = "stub"
     is_exact = False
 
     def __init__(self, logits):

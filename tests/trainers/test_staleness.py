@@ -56,6 +56,7 @@ def inputs_of(algorithm: str) -> dict[str, Any]:
 class Delayed:
     """An engine of one process that draws step k from a copy of the weights before step k - staleness."""
 
+    name = "stub"
     is_exact = False
 
     def __init__(self, started: Started, staleness: int) -> None:

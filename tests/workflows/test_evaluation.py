@@ -95,6 +95,7 @@ def test_an_exact_engine_is_believed_about_what_it_drew_itself() -> None:
 @dataclass(frozen=True)
 class Unbelieved:
     inner: Engine
+    name = "stub"
     is_exact = False
 
     def generate(self, *arguments: Any, **options: Any) -> list[Group]:

@@ -20,6 +20,7 @@ class DividedEngine:
 
     def __init__(self, inner: Engine, refresh: Callable[[], None] | None = None) -> None:
         self.inner = inner
+        self.name = inner.name
         self._refresh = refresh
         self._turns = Turns("engine")
 

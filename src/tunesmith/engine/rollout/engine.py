@@ -56,7 +56,12 @@ class Functions(TypedDict, total=False):
 
 
 class Engine(Protocol):
-    """Draws completions from a model's current weights; opened by `factory.open_engine`."""
+    """Draws completions from a model's current weights; opened by `factory.open_engine`.
+
+    `name` is shown: `native`, `device`, `transformers`, `vllm` or `workers`.
+    """
+
+    name: str
 
     @property
     def is_exact(self) -> bool:

@@ -54,6 +54,8 @@ class NativeEngine:
     Calls from several threads wait for each other.
     """
 
+    name = "native"
+
     def __init__(
         self,
         model: LanguageModel,

@@ -55,6 +55,8 @@ class TransformersEngine:
     other, those of other such engines too: torch has one global generator, and `generate` draws from it.
     """
 
+    name = "transformers"
+
     _turns = Turns("engine")
 
     is_exact = False

@@ -20,14 +20,7 @@ from tunesmith.engine.models.heads import RewardModel
 from tunesmith.engine.models.language_model import Backend, FullForward, TrunkForward, language_model
 from tunesmith.engine.models.load import compute_dtype
 from tunesmith.engine.models.loaded import PreTrainedModel
-from tunesmith.engine.rollout.device.engine import DeviceEngine
-from tunesmith.engine.rollout.divided import DividedEngine
 from tunesmith.engine.rollout.engine import Engine
-from tunesmith.engine.rollout.native_engine import NativeEngine
-from tunesmith.engine.rollout.remote.engine import RemoteEngine
-from tunesmith.engine.rollout.transformers_backend import TransformersEngine
-from tunesmith.engine.rollout.workers.ahead import AheadEngine
-from tunesmith.engine.rollout.workers.engine import WorkerEngine
 from tunesmith.learn.trainers.api import Learner, Metrics
 from tunesmith.learn.trainers.estimate import Estimate
 from tunesmith.observe.profiling.peak import matmul_flop_per_s
@@ -35,14 +28,6 @@ from tunesmith.observe.profiling.peak import matmul_flop_per_s
 _PROBE = "rms_norm"
 """An operation that every pass has, with a kernel in C++ and one in Triton."""
 
-_ENGINES = {
-    NativeEngine: "native",
-    DeviceEngine: "device",
-    TransformersEngine: "transformers",
-    RemoteEngine: "vllm",
-    WorkerEngine: "workers",
-    AheadEngine: "workers",
-}
 _SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "vocab_size": "vocab_size"}
 
 
@@ -77,15 +62,13 @@ def _engine(cfg: Recipe, learner: Any, module: PreTrainedModel) -> dict[str, obj
     """The rollout engine, and why it is not the native one; null in an algorithm that draws nothing."""
     if not isinstance(cfg, SamplingRecipe):
         return {"engine": None, "engine_reason": "", "engine_exact": None}
-    outer: Engine = learner.engine
-    engine = outer.inner if isinstance(outer, DividedEngine) else outer
+    engine: Engine = learner.engine
     reason = ""
     if cfg.rollout.backend != "native":
         reason = f"rollout.backend is {cfg.rollout.backend}"
-    elif isinstance(engine, TransformersEngine) and isinstance(unknown := language_model(module).backend, FullForward):
+    elif engine.name == "transformers" and isinstance(unknown := language_model(module).backend, FullForward):
         reason = unknown.reason
-    name = next((name for kind, name in _ENGINES.items() if isinstance(engine, kind)), type(engine).__name__)
-    return {"engine": name, "engine_reason": reason, "engine_exact": outer.is_exact}
+    return {"engine": engine.name, "engine_reason": reason, "engine_exact": engine.is_exact}
 
 
 def _forward(learner: Any, trained: Any) -> str:

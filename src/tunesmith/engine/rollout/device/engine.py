@@ -58,6 +58,8 @@ class DeviceEngine:
         UnsupportedArchitecture: the model has a part that is not known here.
     """
 
+    name = "device"
+
     is_exact = False
     """Log-probs do not equal the trainer's to the bit: on a GPU products of few and of many rows round differently."""
 

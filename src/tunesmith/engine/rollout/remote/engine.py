@@ -51,6 +51,8 @@ class RemoteEngine:
     proven weights before and after it was drawn. Calls from several threads wait for each other.
     """
 
+    name = "vllm"
+
     is_exact = False
     """Its arithmetic is another than the trainer's."""
 

@@ -56,6 +56,8 @@ class AheadEngine:
     the weights as they are, before all draws that wait.
     """
 
+    name = "workers"
+
     is_exact = False
     """The log-probs of completions are those of older weights, so the trainer computes its own."""
 

@@ -123,6 +123,8 @@ class WorkerEngine:
     Calls of `generate` from several threads wait for each other; one `draw` at a time is for the caller to see to.
     """
 
+    name = "workers"
+
     def __init__(
         self,
         model: LanguageModel,
