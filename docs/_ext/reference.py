@@ -16,15 +16,16 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
 import tunesmith
-from tunesmith.base.config.keys import Key, leaves
+from tunesmith.base.config.keys import Key
+from tunesmith.base.config.levels import shown_keys
 from tunesmith.base.config.recipe import Recipe
 from tunesmith.base.config.schema import RECIPES
 
 
 def config_markdown() -> str:
     """All keys of all recipes as Markdown tables: those that every recipe has, then those of each algorithm."""
-    every = {algorithm: list(leaves(schema)) for algorithm, schema in RECIPES.items()}
-    shared = [key for key in leaves(Recipe) if all(key in keys for keys in every.values())]
+    every = {algorithm: shown_keys(schema) for algorithm, schema in RECIPES.items()}
+    shared = [key for key in shown_keys(Recipe) if all(key in keys for keys in every.values())]
     parts = [table("In every recipe", shared)]
     for algorithm, keys in every.items():
         own = [key for key in keys if key not in shared]

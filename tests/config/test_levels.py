@@ -7,7 +7,16 @@ import pytest
 from tunesmith.base.config.algorithms.grpo import GRPORecipe
 from tunesmith.base.config.algorithms.ppo import PPORecipe
 from tunesmith.base.config.keys import leaves
-from tunesmith.base.config.levels import LEVELS, MICRO_BATCH, TECHNIQUES, WHOLE, Level, settings_of
+from tunesmith.base.config.levels import (
+    LADDER_ONLY,
+    LEVELS,
+    MICRO_BATCH,
+    TECHNIQUES,
+    WHOLE,
+    Level,
+    settings_of,
+    shown_keys,
+)
 from tunesmith.base.config.load import Resolved, load_recipe, parse_overrides
 from tunesmith.base.config.schema import RECIPES
 from tunesmith.base.core.errors import ConfigError
@@ -88,6 +97,8 @@ def test_an_unknown_level_is_refused_with_the_known_ones() -> None:
 
 def test_every_key_of_a_technique_exists_and_its_levels_differ() -> None:
     known = {key.path for schema in RECIPES.values() for key in leaves(schema)} | {MICRO_BATCH}
+    assert {path for one in TECHNIQUES for path in one.without} >= LADDER_ONLY
+    assert not LADDER_ONLY & {key.path for key in shown_keys(PPORecipe)}
     for technique in TECHNIQUES:
         assert {*technique.without, *technique.used} <= known
         keys = {path.replace("<section>", "ppo") for path in technique.without}

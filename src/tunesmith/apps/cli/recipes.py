@@ -8,7 +8,8 @@ from typing import Annotated
 
 from tunesmith.apps.cli.options import Positional, flag, parse
 from tunesmith.apps.cli.output import reporting, write_new
-from tunesmith.base.config.keys import did_you_mean, leaves
+from tunesmith.base.config.keys import did_you_mean
+from tunesmith.base.config.levels import shown_keys
 from tunesmith.base.config.load import load_recipe, read_algorithm, schema_of, shipped_names, shipped_text
 from tunesmith.base.config.schema import RECIPES
 from tunesmith.base.core.errors import ConfigError, InputError
@@ -86,7 +87,7 @@ def keys(words: Sequence[str]) -> None:
             f"{name!r} is a recipe; `tunesmith recipes show {name}` prints it. Give one of {', '.join(RECIPES)} here"
         )
     with reporting(as_json=options.json) as output:
-        found = list(leaves(schema_of(name)))
+        found = shown_keys(schema_of(name))
         for _, keys_of_section in itertools.groupby(found, lambda key: key.path.partition(".")[0]):
             output.say("")
             for key in keys_of_section:

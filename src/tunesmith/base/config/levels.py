@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tunesmith.base.config.keys import leaves
+from tunesmith.base.config.keys import Key, leaves
 from tunesmith.base.config.sections import Section
 
 Level = Literal["baseline", "basic", "advanced", "optimal"]
@@ -55,6 +55,17 @@ TECHNIQUES = (
     Technique("fused optimizer", "optimal", {"optimizer.fused": False}, {"optimizer.fused": True}),
 )
 """All techniques. Of those that share a key, the later is the better one."""
+
+
+LADDER_ONLY = frozenset(
+    {"ppo.gae", "run.keep_freed_memory", "model.forward", "model.share_prefixes", "optimizer.fused"}
+)
+"""Keys whose other values are slower and otherwise equal: they exist to be measured, and `docs/ladder.md` has them."""
+
+
+def shown_keys(schema: type[Section]) -> list[Key]:
+    """The keys of `schema` that lists for users have: all but those of the ladder alone."""
+    return [key for key in leaves(schema) if key.path not in LADDER_ONLY]
 
 
 def settings_of(level: Level, schema: type[Section]) -> dict[str, object]:

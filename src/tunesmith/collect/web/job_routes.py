@@ -17,8 +17,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import AfterValidator, Field, StringConstraints
 from starlette.concurrency import run_in_threadpool
 
-from tunesmith.base.config.keys import leaves
-from tunesmith.base.config.levels import LEVELS
+from tunesmith.base.config.levels import LEVELS, shown_keys
 from tunesmith.base.config.load import read_algorithm, shipped_names, shipped_text
 from tunesmith.base.config.schema import RECIPES
 from tunesmith.base.config.sections import BUILTIN_REWARDS
@@ -205,7 +204,7 @@ def _recipes(jobs: Jobs) -> APIRouter:
     @routes.get("/keys")
     def keys(algorithm: AlgorithmName = "grpo") -> list[tuple[str, str, str, str]]:
         """Path, type, default and description of each key of a recipe."""
-        return [(key.path, key.type, key.default, key.description) for key in leaves(RECIPES[algorithm])]
+        return [(key.path, key.type, key.default, key.description) for key in shown_keys(RECIPES[algorithm])]
 
     @routes.post("/check")
     def check_recipe(body: RunRequest) -> Reply:
