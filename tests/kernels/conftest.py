@@ -29,23 +29,32 @@ def covering(cases: Sequence[frozenset[object]]) -> list[int]:
 
 
 def parts(item: pytest.Function) -> frozenset[object]:
-    """The pairs of values of a case; in Triton's interpreter, which takes seconds for a case, its type of numbers."""
+    """The pairs of values of a case."""
     given = item.callspec.params
-    if IN_TRITON in item.path.parents:
-        return frozenset({str(given.get("dtype"))})
     values = [(name, id(given[name])) for name in sorted(given)]
     return frozenset(combinations(values, 2)) or frozenset(values)
+
+
+def parts_in_triton(item: pytest.Function) -> frozenset[object]:
+    """Test and type of numbers: a case takes seconds in Triton's interpreter, so that each of both has to do once."""
+    return frozenset({item.originalname, ("dtype", str(item.callspec.params.get("dtype")))})
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases = defaultdict(list)
     for item in items:
-        if HERE in item.path.parents and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
-            cases[item.path, item.originalname].append(item)
+        if HERE not in item.path.parents or item.get_closest_marker("slow"):
+            continue
+        in_triton = IN_TRITON in item.path.parents
+        if hasattr(item, "callspec"):
+            test = "" if in_triton else item.originalname
+            cases[item.path, test].append((item, (parts_in_triton if in_triton else parts)(item)))
+        elif in_triton and hasattr(item.function, "hypothesis"):
+            item.add_marker(pytest.mark.nightly)
     for same in cases.values():
-        kept = covering([parts(item) for item in same])
-        for index, item in enumerate(same):
+        kept = covering([found for _, found in same])
+        for index, (item, _) in enumerate(same):
             if index not in kept:
                 item.add_marker(pytest.mark.nightly)
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,53 +42,70 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), *sys.path])}
 
 
-def tunesmith(folder: Path, *words: str) -> str:
-    """What the command prints."""
-    command = [sys.executable, "-m", "tunesmith", *words]
-    done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
+ALL = """
+import json, sys
+from tunesmith.apps.cli.main import main
+for words in json.loads(sys.argv[1]):
+    assert main(words) == 0, words
+    print("\\0", end="")
+"""
+
+
+def tunesmith(folder: Path, *commands: Sequence[str]) -> list[str]:
+    """What each command prints; all in one process, which takes seconds to load what they need."""
+    line = [sys.executable, "-c", ALL, json.dumps(commands)]
+    done = subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.split("\0")[:-1]
 
 
-def facts(folder: Path, *words: str) -> Any:
-    return json.loads(tunesmith(folder, *words, "--json").splitlines()[-1])
+def facts(folder: Path, *commands: Sequence[str]) -> list[Any]:
+    return [
+        json.loads(shown.splitlines()[-1]) for shown in tunesmith(folder, *([*words, "--json"] for words in commands))
+    ]
 
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
     """A run of two steps, with a checkpoint after each."""
-    return folder / facts(folder, "train", "mean_scaled", *SHORT, "--run.checkpoint-every", "1")["run_dir"]
+    (shown,) = facts(folder, ["train", "mean_scaled", *SHORT, "--run.checkpoint-every", "1"])
+    return folder / shown["run_dir"]
 
 
 def test_it_trains_and_goes_on(folder: Path, run_dir: Path) -> None:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2] and rows[0]["updates"] == 1
     assert "mean-scaled GRPO" in (run_dir / "final" / "README.md").read_text()
-    assert facts(folder, "resume", str(run_dir), "--steps", "3")["steps"] == 3
+    (shown,) = facts(folder, ["resume", str(run_dir), "--steps", "3"])
+    assert shown["steps"] == 3
 
 
 def test_a_dry_run_and_a_plan_count_its_passes(folder: Path) -> None:
-    shown = facts(folder, "train", "mean_scaled", *SHORT, "--dry-run")
+    shown, like_grpo, *plans = facts(
+        folder,
+        *(["train", name, *SHORT, "--dry-run"] for name in ("mean_scaled", "grpo")),
+        *(["plan", "--model", "llama-2-7b", "--algorithm", name] for name in ("mean_scaled", "grpo")),
+    )
     assert shown["num_steps"] == 2 and {"reference", "cache"} <= shown["memory_gb"].keys() and shown["seconds"] > 0
-    like_grpo = facts(folder, "train", "grpo", *SHORT, "--dry-run")
     assert shown["memory_gb"] == like_grpo["memory_gb"]
-    plans = [facts(folder, "plan", "--model", "llama-2-7b", "--algorithm", name) for name in ("mean_scaled", "grpo")]
     assert plans[0] == plans[1]
 
 
 def test_levels_settings_and_help_know_it(folder: Path) -> None:
-    keys = tunesmith(folder, "recipes", "keys", "mean_scaled")
-    assert "mean_scaled.floor" in keys and "mean_scaled.kl.coef" in keys
     (folder / "own.yaml").write_text("mean_scaled: {kl: 0.1}\nlevel: baseline\n")
-    recipe = facts(folder, "train", "mean_scaled", "--config", "own.yaml", *SHORT, "--dry-run")["recipe"]
+    dry = ["train", "mean_scaled", "--config", "own.yaml", *SHORT, "--dry-run", "--json"]
+    keys, shown, usage = tunesmith(folder, ["recipes", "keys", "mean_scaled"], dry, ["--help"])
+    assert "mean_scaled.floor" in keys and "mean_scaled.kl.coef" in keys
+    recipe = json.loads(shown.splitlines()[-1])["recipe"]
     assert recipe["mean_scaled"]["kl"]["coef"] == 0.1 and recipe["mean_scaled"]["micro_batch_size"] == WHOLE
-    assert "scaled by the group's mean reward" in tunesmith(folder, "--help")
+    assert "scaled by the group's mean reward" in usage
 
 
 def test_its_run_is_diagnosed_and_reported(folder: Path, run_dir: Path) -> None:
-    assert facts(folder, "diagnose", str(run_dir))["num_steps"] > 0
+    diagnosis, listed = tunesmith(folder, ["diagnose", str(run_dir), "--json"], ["runs", "ls", "--dir", "runs"])
+    assert json.loads(diagnosis)["num_steps"] > 0
     assert "mean_scaled" in (run_dir / "report.html").read_text()
-    assert "mean_scaled" in tunesmith(folder, "runs", "ls", "--dir", "runs")
+    assert "mean_scaled" in listed
 
 
 def test_the_studio_starts_it(folder: Path) -> None:
