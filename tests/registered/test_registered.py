@@ -59,53 +59,63 @@ def tunesmith(folder: Path, *commands: Sequence[str]) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-def facts(folder: Path, *commands: Sequence[str]) -> list[Any]:
-    return [
-        json.loads(shown.splitlines()[-1]) for shown in tunesmith(folder, *([*words, "--json"] for words in commands))
-    ]
+def facts(shown: str) -> Any:
+    """The object that a command with `--json` prints last."""
+    return json.loads(shown.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
     """A run of two steps, with a checkpoint after each."""
-    (shown,) = facts(folder, ["train", "mean_scaled", *SHORT, "--run.checkpoint-every", "1"])
-    return folder / shown["run_dir"]
+    (shown,) = tunesmith(folder, ["train", "mean_scaled", *SHORT, "--run.checkpoint-every", "1", "--json"])
+    return folder / facts(shown)["run_dir"]
 
 
-def test_it_trains_and_goes_on(folder: Path, run_dir: Path) -> None:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2] and rows[0]["updates"] == 1
-    assert "mean-scaled GRPO" in (run_dir / "final" / "README.md").read_text()
-    (shown,) = facts(folder, ["resume", str(run_dir), "--steps", "3"])
-    assert shown["steps"] == 3
-
-
-def test_a_dry_run_and_a_plan_count_its_passes(folder: Path) -> None:
-    shown, like_grpo, *plans = facts(
-        folder,
-        *(["train", name, *SHORT, "--dry-run"] for name in ("mean_scaled", "grpo")),
-        *(["plan", "--model", "llama-2-7b", "--algorithm", name] for name in ("mean_scaled", "grpo")),
-    )
-    assert shown["num_steps"] == 2 and {"reference", "cache"} <= shown["memory_gb"].keys() and shown["seconds"] > 0
-    assert shown["memory_gb"] == like_grpo["memory_gb"]
-    assert plans[0] == plans[1]
-
-
-def test_levels_settings_and_help_know_it(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def shown(folder: Path, run_dir: Path) -> dict[str, str]:
+    """What the other commands print about the algorithm, about GRPO and about that run, which goes on."""
     (folder / "own.yaml").write_text("mean_scaled: {kl: 0.1}\nlevel: baseline\n")
-    dry = ["train", "mean_scaled", "--config", "own.yaml", *SHORT, "--dry-run", "--json"]
-    keys, shown, usage = tunesmith(folder, ["recipes", "keys", "mean_scaled"], dry, ["--help"])
-    assert "mean_scaled.floor" in keys and "mean_scaled.kl.coef" in keys
-    recipe = json.loads(shown.splitlines()[-1])["recipe"]
+    plan = ["plan", "--model", "llama-2-7b", "--json", "--algorithm"]
+    commands = {
+        "dry run": ["train", "mean_scaled", *SHORT, "--dry-run", "--json"],
+        "dry run of GRPO": ["train", "grpo", *SHORT, "--dry-run", "--json"],
+        "dry run of own.yaml": ["train", "mean_scaled", "--config", "own.yaml", *SHORT, "--dry-run", "--json"],
+        "plan": [*plan, "mean_scaled"],
+        "plan of GRPO": [*plan, "grpo"],
+        "keys": ["recipes", "keys", "mean_scaled"],
+        "help": ["--help"],
+        "diagnosis": ["diagnose", str(run_dir), "--json"],
+        "resume": ["resume", str(run_dir), "--steps", "3", "--json"],
+        "list": ["runs", "ls", "--dir", "runs"],
+    }
+    return dict(zip(commands, tunesmith(folder, *commands.values()), strict=True))
+
+
+def test_it_trains_and_goes_on(run_dir: Path, shown: dict[str, str]) -> None:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["updates"] == 1
+    assert "mean-scaled GRPO" in (run_dir / "final" / "README.md").read_text()
+    assert facts(shown["resume"])["steps"] == 3
+
+
+def test_a_dry_run_and_a_plan_count_its_passes(shown: dict[str, str]) -> None:
+    found = facts(shown["dry run"])
+    assert found["num_steps"] == 2 and {"reference", "cache"} <= found["memory_gb"].keys() and found["seconds"] > 0
+    assert found["memory_gb"] == facts(shown["dry run of GRPO"])["memory_gb"]
+    assert facts(shown["plan"]) == facts(shown["plan of GRPO"])
+
+
+def test_levels_settings_and_help_know_it(shown: dict[str, str]) -> None:
+    assert "mean_scaled.floor" in shown["keys"] and "mean_scaled.kl.coef" in shown["keys"]
+    recipe = facts(shown["dry run of own.yaml"])["recipe"]
     assert recipe["mean_scaled"]["kl"]["coef"] == 0.1 and recipe["mean_scaled"]["micro_batch_size"] == WHOLE
-    assert "scaled by the group's mean reward" in usage
+    assert "scaled by the group's mean reward" in shown["help"]
 
 
-def test_its_run_is_diagnosed_and_reported(folder: Path, run_dir: Path) -> None:
-    diagnosis, listed = tunesmith(folder, ["diagnose", str(run_dir), "--json"], ["runs", "ls", "--dir", "runs"])
-    assert json.loads(diagnosis)["num_steps"] > 0
+def test_its_run_is_diagnosed_and_reported(run_dir: Path, shown: dict[str, str]) -> None:
+    assert facts(shown["diagnosis"])["num_steps"] > 0
     assert "mean_scaled" in (run_dir / "report.html").read_text()
-    assert "mean_scaled" in listed
+    assert "mean_scaled" in shown["list"]
 
 
 def test_the_studio_starts_it(folder: Path) -> None:
