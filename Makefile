@@ -25,15 +25,16 @@ TUNESMITH_DATA ?= $(abspath ../shared/data)
 export TUNESMITH_DATA
 endif
 
-.PHONY: help .venv demo test test-install test-gpu test-slow bench docs lint format clean
+.PHONY: help .venv demo test test-install test-gpu test-nightly test-slow bench docs lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make .venv      the environment alone"
 	@echo "make demo       votes -> reward model -> PPO -> before and after, on a real language model"
-	@echo "make test       the tests, without those that take minutes"
+	@echo "make test       the tests, without those that take minutes or repeat much"
 	@echo "make test-install  the wheel without extras, and each extra in an environment of its own"
 	@echo "make test-gpu   the tests of kernels, engine and trainers on the GPU of this machine"
+	@echo "make test-nightly  the tests that are left to the night: benchmarks, kills at every place, long parameter lists"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make bench      votes and kernels against plain torch and a copy, written to benchmarks/"
 	@echo "make docs       the documentation, warnings are errors; docs/_build/html/index.html"
@@ -61,12 +62,14 @@ demo: $(STAMP)
 # that spin while they wait would take the cores from the other processes. All tests of a file go to one process, which
 # makes their fixtures once, in the order of tests/conftest.py. A worker that crashed ends the run: a new one would get no
 # tests, and the others would wait for it for ever.
-test: export PYTHONDONTWRITEBYTECODE =
-test: export HF_HUB_OFFLINE = 1
-test: export OMP_NUM_THREADS ?= 1
-test: export GOMP_SPINCOUNT ?= 0
-test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+test: MARKS := not slow and not nightly
+test-nightly: MARKS := nightly and not slow
+test test-nightly: export PYTHONDONTWRITEBYTECODE =
+test test-nightly: export HF_HUB_OFFLINE = 1
+test test-nightly: export OMP_NUM_THREADS ?= 1
+test test-nightly: export GOMP_SPINCOUNT ?= 0
+test test-nightly: $(STAMP)
+	$(BIN)/python -m pytest -m "$(MARKS)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-install:
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/wheel_check.sh

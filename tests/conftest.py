@@ -10,8 +10,10 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,56 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 Require = Callable[..., str]
 
 
+KERNELS = Path(__file__).parent / "kernels"
+
+
+def covering(cases: Sequence[frozenset[object]]) -> list[int]:
+    """Indices of few cases that together have every part of all cases: each time the one that adds most, the first."""
+    left, kept = frozenset().union(*cases), []
+    while left:
+        best = max(range(len(cases)), key=lambda index: len(cases[index] & left))
+        kept.append(best)
+        left -= cases[best]
+    return kept
+
+
+def pairs_of(item: Any) -> frozenset[object]:
+    """The pairs of values of a case."""
+    given = item.callspec.params
+    values = [(name, id(given[name])) for name in sorted(given)]
+    return frozenset(combinations(values, 2)) or frozenset(values)
+
+
+def parts_in_triton(item: Any) -> frozenset[object]:
+    """Test and type of numbers: a case takes seconds in Triton's interpreter, so that each of both has to do once."""
+    return frozenset({item.originalname, ("dtype", str(item.callspec.params.get("dtype")))})
+
+
+def leave_to_the_night(items: Sequence[Any]) -> None:
+    """Marks as `nightly` what `make test` needs not of products of parameters: those of kernels, and marked ones."""
+    products = defaultdict(list)
+    for item in items:
+        in_triton = KERNELS / "triton" in item.path.parents
+        if item.get_closest_marker("slow") or not (KERNELS in item.path.parents or item.get_closest_marker("pairs")):
+            continue
+        if not hasattr(item, "callspec"):
+            if in_triton and hasattr(item.function, "hypothesis"):
+                item.add_marker(pytest.mark.nightly)
+        elif in_triton:
+            products[item.path, ""].append((item, parts_in_triton(item)))
+        else:
+            products[item.path, item.originalname].append((item, pairs_of(item)))
+    for cases in products.values():
+        kept = covering([parts for _, parts in cases])
+        for index, (item, _) in enumerate(cases):
+            if index not in kept:
+                item.add_marker(pytest.mark.nightly)
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts whole workflows first: at the end one of them would keep one worker busy while the others idle."""
+    leave_to_the_night(items)
     items.sort(key=lambda item: "tests/workflows/" not in item.nodeid)
 
 

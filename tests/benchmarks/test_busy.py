@@ -9,6 +9,7 @@ from benchmarks import busy
 pytest.importorskip("trl")
 
 
+@pytest.mark.nightly
 def test_a_smoke_run_measures_every_side_alone_and_beside_another_program(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "tiny:llama", "--threads", "1", "--rounds", "1", "--quick", "--spin", "100", "--json"]
     assert busy.main(words) == 0

@@ -43,6 +43,7 @@ def _facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_bench_rollout_has_the_promised_figures_and_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "rollout.json"
     words = ["rollout", "--workload", "plain", "--backend", "transformers", "--threads", "1", "--out", str(out)]
@@ -89,6 +90,7 @@ def test_bench_update_has_the_promised_figures_from_equal_gradients(capsys: pyte
     assert keys(facts) == keys(committed("update"))
 
 
+@pytest.mark.nightly
 def test_bench_families_has_the_promised_figures(capsys: pytest.CaptureFixture[str]):
     assert main(["families", "--quick", "--json", "--family", "phi3", "--family", "exaone4"]) == 0
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])["families"]
@@ -123,6 +125,7 @@ def test_bad_input_is_refused_before_anything_is_measured(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_bench_kernels_has_the_promised_figures_and_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "kernels.json"
     words = ["kernels", "--quick", "--rounds", "2", "--threads", "1", "--json", "--out", str(out)]
@@ -159,6 +162,7 @@ def test_bad_input_of_bench_kernels_is_refused_before_anything_is_measured(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_bench_gpu_shows_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["gpu", "--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert main([*words, "--row", "ceilings", "--row", "gae"]) == 0

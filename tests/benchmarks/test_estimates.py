@@ -14,6 +14,7 @@ def test_a_duration_is_read(text: str, seconds: float):
     assert seconds_of(text) == pytest.approx(seconds)
 
 
+@pytest.mark.nightly
 def test_a_training_is_measured_by_what_it_says(capsys: pytest.CaptureFixture[str]):
     assert main(["--model", "tiny:llama", "--quick", "--only", "grpo", "--json", "--quiet"]) == 0
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])

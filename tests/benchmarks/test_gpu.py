@@ -34,6 +34,7 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.nightly
 def test_every_row_is_measured_and_stands_in_a_file_of_its_own(first: Path):
     facts = read(first / SUMMARY)
     assert list(facts["rows"]) == list(ROWS)
@@ -45,6 +46,7 @@ def test_every_row_is_measured_and_stands_in_a_file_of_its_own(first: Path):
             assert {k: v for k, v in setting.items() if k not in DERIVED} == own["settings"][key]
 
 
+@pytest.mark.nightly
 def test_a_setting_has_its_times_and_the_shares_that_follow_from_them(first: Path):
     facts = read(first / SUMMARY)
     for row in facts["rows"].values():
@@ -63,6 +65,7 @@ def test_a_setting_has_its_times_and_the_shares_that_follow_from_them(first: Pat
     assert head["shares"]["ours"]["matrix_share"] > 0
 
 
+@pytest.mark.nightly
 def test_the_engine_stands_beside_generate_with_its_log_probs_and_launches(first: Path):
     engine = read(first / SUMMARY)["rows"]["engine"]["settings"]
     assert engine["256 x 256"]["shares"]["ours"]["roofline_share"] > 0
@@ -75,6 +78,7 @@ def test_the_engine_stands_beside_generate_with_its_log_probs_and_launches(first
     assert update["facts"]["before"]["operators"] > 0 and set(update["timings"]) == {"ours", "eager"}
 
 
+@pytest.mark.nightly
 def test_a_row_that_fails_keeps_its_error_and_the_rows_behind_it_are_measured(first: Path):
     facts = read(first / SUMMARY)
     assert facts["failed"] == ["gae: tokens"]
@@ -84,6 +88,7 @@ def test_a_row_that_fails_keeps_its_error_and_the_rows_behind_it_are_measured(fi
     assert facts["rows"]["gated"]["status"] == "done"
 
 
+@pytest.mark.nightly
 def test_bars_say_what_was_reached(first: Path):
     bars = {(bar["row"], bar["setting"], bar["quantity"]): bar for bar in read(first / SUMMARY)["bars"]}
     softmax = bars["masked_softmax", "causal", "copy_share"]
@@ -91,6 +96,7 @@ def test_bars_say_what_was_reached(first: Path):
     assert ("engine", "256 x 256", "times_eager") in bars and ("upload", "a PPO batch", "times_eager") in bars
 
 
+@pytest.mark.nightly
 def test_a_second_start_measures_what_is_missing_or_failed_and_nothing_else(first: Path, tmp_path: Path):
     out = tmp_path / "gpu"
     shutil.copytree(first, out)
@@ -108,6 +114,7 @@ def test_a_second_start_measures_what_is_missing_or_failed_and_nothing_else(firs
     assert list(read(out / "ceilings.json")["settings"]) == ["copy", "matrix"]
 
 
+@pytest.mark.nightly
 def test_the_summary_alone_is_enough_to_go_on(first: Path, tmp_path: Path):
     shutil.copy(first / SUMMARY, tmp_path)
     rows = tuple(name for name in ROWS if name != "gae")
@@ -139,6 +146,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(changed: dict, sa
     assert not (tmp_path / "gpu").exists()
 
 
+@pytest.mark.nightly
 def test_figures_of_another_start_are_not_mixed_in(first: Path):
     with pytest.raises(InputError, match=r"seed 0 and this start has 1; give another --out"):
         measure(options(first, seed=1))

@@ -8,6 +8,7 @@ from benchmarks import overhead
 from tunesmith.base.config.schema import SPECS
 
 
+@pytest.mark.nightly
 def test_a_smoke_run_measures_the_overhead_and_the_coverage_of_every_trainer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

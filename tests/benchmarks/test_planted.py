@@ -78,6 +78,7 @@ def test_the_summary_counts_what_is_missed_and_what_is_false():
     }
 
 
+@pytest.mark.nightly
 def test_a_cause_is_planted_in_a_real_run_and_its_advice_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "planted.json"
     assert main(["--quick", "--cause", "engine_fallback", "--cause", "healthy", "--json", "--out", str(out)]) == 0

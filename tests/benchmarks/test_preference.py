@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks import preference
 
 
+@pytest.mark.nightly
 def test_every_setting_of_the_smallest_batch_is_measured_and_written(tmp_path: Path):
     out, num_threads = tmp_path / "found.json", torch.get_num_threads()
     options = {"--device": "cpu", "--threads": num_threads, "--rounds": 2, "--most": 1000, "--out": out}

@@ -10,6 +10,8 @@ from benchmarks.workloads import Drawn, workload
 from tunesmith.base.core.errors import InputError, TrainingError
 from tunesmith.engine.models.tiny import byte_tokenizer
 
+pytestmark = pytest.mark.nightly  # each starts a process that imports torch and transformers
+
 TARGET = "benchmarks.contenders:Transformers"
 MODEL = ModelSettings("tiny:llama", "float32", 1)
 

@@ -18,6 +18,7 @@ def test_a_smoke_run_gives_all_figures(capsys: pytest.CaptureFixture[str]) -> No
     assert facts["rollout"]["load"] and facts["commit"]
 
 
+@pytest.mark.nightly
 def test_runs_that_draw_ahead_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--part", "staleness", "--quick", "--quiet", "--json", "--rounds", "1", "--model", "tiny:llama"]
     words += ["--steps", "2"]
@@ -28,6 +29,7 @@ def test_runs_that_draw_ahead_are_compared(capsys: pytest.CaptureFixture[str]) -
         assert row["accuracy_after"] == [0.0] and row["time/step_s"] > row["rollout/wait_s"] >= 0
 
 
+@pytest.mark.nightly
 def test_moves_of_weights_between_stages_and_slices_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert reshard.main(["--quick", "--quiet", "--json", "--rounds", "1"]) == 0
     facts = json.loads(capsys.readouterr().out)

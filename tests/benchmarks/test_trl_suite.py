@@ -128,6 +128,7 @@ def test_what_is_missing_is_said_with_the_command_that_fetches_it(source: Path, 
     assert "give grpo, rloo" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_module_without_the_trainer_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

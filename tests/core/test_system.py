@@ -49,7 +49,7 @@ IMPORTED = "import {}, {}, logging, os, tunesmith.base.core.system as s; s.warn_
         ("tunesmith", "torch", {}, SPIN_COUNT, 0),
         ("torch", "tunesmith", {}, "None", 1),
         ("torch", "tunesmith", {"GOMP_SPINCOUNT": "7"}, "7", 0),
-        ("tunesmith", "torch", {"OMP_WAIT_POLICY": "active"}, "None", 0),
+        pytest.param("tunesmith", "torch", {"OMP_WAIT_POLICY": "active"}, "None", 0, marks=pytest.mark.nightly),
     ],
 )
 def test_waiting_threads_sleep_soon_if_torch_comes_later_and_the_user_did_not_choose(

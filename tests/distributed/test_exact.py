@@ -1,5 +1,6 @@
 """Sums of gradients that do not depend on the number of ranks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tunesmith.base.config.sections import OptimizerSection
 from tunesmith.base.core.errors import ConfigError
 from tunesmith.engine.models.optimizer import MasterAdamW, StepReport
 from tunesmith.learn.trainers.api import Inputs
+
+ALL = ("sft", "reward", "dpo", "ppo", "grpo")
 
 
 def exact_runs(folder: Path) -> Runs:
@@ -29,10 +32,21 @@ def exact_runs(folder: Path) -> Runs:
 
 
 @pytest.mark.parametrize(
-    "num_ranks", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    ("num_ranks", "algorithms"),
+    [
+        (3, ("sft", "ppo")),
+        pytest.param(3, ("reward", "dpo", "grpo"), marks=pytest.mark.nightly),
+        pytest.param(2, ALL, marks=pytest.mark.slow),
+        pytest.param(4, ALL, marks=pytest.mark.slow),
+    ],
 )
-def test_exact_sums_give_the_same_bits_for_any_number_of_ranks(tmp_path: Path, num_ranks: int) -> None:
-    alone, together = trained(1, exact_runs(tmp_path)), trained(num_ranks, exact_runs(tmp_path))
+def test_exact_sums_give_the_same_bits_for_any_number_of_ranks(
+    tmp_path: Path, num_ranks: int, algorithms: Sequence[str]
+) -> None:
+    alone, together = (
+        trained(number, [one for one in exact_runs(tmp_path) if one[0].algorithm in algorithms])
+        for number in (1, num_ranks)
+    )
     for one, several in zip(alone, together, strict=True):
         others = weights_of(several)
         for name, tensor in weights_of(one).items():

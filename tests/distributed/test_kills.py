@@ -112,7 +112,7 @@ def on_a_full_disk(folder: Path, place: str) -> None:
     trained(folder)
 
 
-@pytest.mark.parametrize("place", ["checkpoint/written", "checkpoint/rank_1"])
+@pytest.mark.parametrize("place", [pytest.param("checkpoint/written", marks=pytest.mark.nightly), "checkpoint/rank_1"])
 def test_a_full_disk_of_one_rank_costs_one_checkpoint(expected: object, tmp_path: Path, place: str) -> None:
     process = context().Process(target=on_a_full_disk, args=(tmp_path / "runs", place))
     process.start()

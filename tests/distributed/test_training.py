@@ -1,5 +1,6 @@
 """Training by several processes, against one process."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,23 @@ from on_ranks import difference, runs_of_all, samples_of, trained
 MEASURED = ("time/", "memory/", "cpu/", "io/", "gil/", "samples_per_s", "tokens_per_s", "flop_per_s", "mfu")
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_ranks_train_as_one_process_does(tmp_path: Path, num_ranks: int) -> None:
-    alone = dict(zip(names := list(runs_of_all(tmp_path)), trained(1, [*runs_of_all(tmp_path).values()]), strict=True))
-    together = dict(zip(names, trained(num_ranks, [*runs_of_all(tmp_path).values()]), strict=True))
+BY_DAY = ("sft", "dpo", "ppo", "grpo")
+ALL = tuple(runs_of_all(Path()))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (2, BY_DAY),
+        pytest.param(2, tuple(name for name in ALL if name not in BY_DAY), marks=pytest.mark.nightly),
+        pytest.param(4, ALL, marks=pytest.mark.slow),
+    ],
+)
+def test_several_ranks_train_as_one_process_does(tmp_path: Path, num_ranks: int, names: Sequence[str]) -> None:
+    alone, together = (
+        dict(zip(names, trained(number, [runs_of_all(tmp_path)[name] for name in names]), strict=True))
+        for number in (1, num_ranks)
+    )
     for name in names:
         one, several = alone[name], together[name]
         assert difference(one, several) < 1e-6, name

@@ -2,7 +2,10 @@
 
 import re
 
+import pytest
 
+
+@pytest.mark.nightly
 def test_the_rewards_are_scored_and_the_letters_are_learnt(output_of, tmp_path):
     printed = output_of("custom_reward.py", "--runs", str(tmp_path / "runs"))
     assert "' banana': uses_letters 0.429, is_varied 0.029" in printed  # 3 of 7 characters, 4 different ones

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize("model", ["tiny:llama", "tiny:gpt2"])
+@pytest.mark.parametrize("model", ["tiny:llama", pytest.param("tiny:gpt2", marks=pytest.mark.nightly)])
 def test_completions_equal_those_of_the_library_and_log_probs_those_of_the_trainer(output_of, model):
     printed = output_of("engine_only.py", "--model", model, "--new-tokens", "12", "--completions", "4")
     assert "4 of 4 greedy completions equal model.generate" in printed

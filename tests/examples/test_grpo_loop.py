@@ -12,6 +12,7 @@ import tunesmith as ts
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.nightly
 def test_the_loop_raises_the_reward_of_every_prompt(output_of):
     printed = output_of("grpo_loop.py")
     rewards = [float(reward) for reward in re.findall(r"step \d+: reward ([\d.]+)", printed)]

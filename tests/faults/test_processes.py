@@ -116,7 +116,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory, reward: Path) -> object:
     return trained(tmp_path_factory.mktemp("whole"), reward)
 
 
-@pytest.mark.parametrize("seed", range(3))
+# By day each kind is killed twice: here, and together with the others.
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.nightly), 1, pytest.param(2, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_that_is_killed_changes_nothing(
     kind: str, seed: int, expected: object, reward: Path, tmp_path: Path
@@ -140,7 +143,7 @@ def on_ranks(folder: Path) -> object:
     return outcome(the_run(folder))
 
 
-@pytest.mark.parametrize("victims", [fork_server, tracker])
+@pytest.mark.parametrize("victims", [fork_server, pytest.param(tracker, marks=pytest.mark.nightly)])
 def test_the_processes_behind_the_ranks_may_be_killed(victims: Processes, tmp_path: Path) -> None:
     expected = on_ranks(tmp_path / "whole")
     with killing(victims, tmp_path / "killed", seed=3) as killed:

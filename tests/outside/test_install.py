@@ -6,6 +6,7 @@ in a second: a process finds no package that the named extras do not bring.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,11 @@ class Installed(PathFinder):
 absent = frozenset(json.loads(sys.argv.pop(1)))
 sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
 """
-COMMAND = "from tunesmith.apps.cli.main import main; sys.exit(main(sys.argv[1:]))"
+COMMANDS = """
+from tunesmith.apps.cli.main import main
+for words in json.loads(sys.argv[1]):
+    print("<<<", main(words), file=sys.stderr)  # behind what the command wrote
+"""
 
 
 def required(name: str, extras: Sequence[str], seen: set[tuple[str, str]]) -> Iterator[str]:
@@ -50,9 +55,12 @@ def absent_modules(extras: Sequence[str]) -> list[str]:
     return [module for module, owners in by_module.items() if not brought & {canonicalize_name(o) for o in owners}]
 
 
-def run(folder: Path, extras: Sequence[str], *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """The command `tunesmith words` as an environment with `extras` would run it."""
-    return run_python(folder, extras, COMMAND, *words, **settings)
+def run(folder: Path, *commands: Sequence[str], **settings: str) -> list[tuple[int, str]]:
+    """(Exit code, stderr) of each command `tunesmith words`, one after another in an environment without extras."""
+    done = run_python(folder, (), COMMANDS, json.dumps(commands), **settings)
+    found = [(int(code), text) for text, code in re.findall(r"(.*?)<<< (\d+)\n", done.stderr, re.DOTALL)]
+    assert len(found) == len(commands), done.stderr[-3000:]
+    return found
 
 
 def run_python(
@@ -95,18 +103,17 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", TRAININGS)
-def test_training_needs_no_extra(folder: Path, algorithm: str) -> None:
+def test_training_needs_no_extra(folder: Path) -> None:
     """People install the package without extras, or in a container, and train. Reported: issue 45.28."""
-    done = run(folder, (), "train", algorithm, "--model", "tiny:llama", "--steps", "1", *TRAININGS[algorithm])
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = ("--model", "tiny:llama", "--steps", "1")
+    for code, text in run(folder, *(["train", algorithm, *words, *data] for algorithm, data in TRAININGS.items())):
+        assert code == 0, text[-3000:]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["recipes", "ls"], ["serve", "--help"], ["votes", "--help"]])
-def test_commands_start_without_extras(folder: Path, words: list[str]) -> None:
+def test_commands_start_without_extras(folder: Path) -> None:
     """People look at what a command can do before they install its extra. Reported: issue 45.28."""
-    done = run(folder, (), *words)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for code, text in run(folder, ["--help"], ["doctor"], ["recipes", "ls"], ["serve", "--help"], ["votes", "--help"]):
+        assert code == 0, text[-3000:]
 
 
 TINY = ["--model", "tiny:llama", "--steps", "1"]
@@ -133,14 +140,14 @@ NEEDING = [
 ]
 
 
-@pytest.mark.parametrize(("extra", "words"), NEEDING, ids=lambda value: value if isinstance(value, str) else value[0])
-def test_a_missing_extra_is_named(folder: Path, extra: str, words: list[str]) -> None:
+def test_a_missing_extra_is_named(folder: Path) -> None:
     """People call a command whose extra they lack. `votes`, `live` and `demo` had a traceback about sqlalchemy, and
     `smollm2` loaded 93 MB first. Reported: earthobservations/wetterdienst#1938."""
-    done = run(folder, (), *words, TUNESMITH_CACHE=str(folder / "cache"))
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert f"pip install 'tunesmith[{extra}]'" in " ".join(done.stderr.split())
-    assert "downloading" not in done.stderr
+    found = run(folder, *(words for _, words in NEEDING), TUNESMITH_CACHE=str(folder / "cache"))
+    for (extra, words), (code, text) in zip(NEEDING, found, strict=True):
+        assert code == 2, (words, text[-3000:])
+        assert f"pip install 'tunesmith[{extra}]'" in " ".join(text.split()), words
+        assert "downloading" not in text
 
 
 @pytest.mark.parametrize(

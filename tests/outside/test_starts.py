@@ -1,15 +1,18 @@
 """What must be refused before a run begins, and by `--dry-run` too, with a message that names the cause."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tunesmith import train
+from tunesmith.apps.cli.main import main
 from tunesmith.base.config.load import load_recipe
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import (
@@ -23,6 +26,8 @@ from tunesmith.base.core.errors import (
 )
 from tunesmith.engine.models.load import load_policy, load_tokenizer
 from tunesmith.learn.trainers.run import preview
+
+pytestmark = pytest.mark.usefixtures("own_logging")
 
 TIES = [{"prompt": prompt, "chosen": "b", "rejected": "c", "tie": True} for prompt in ("a", "d")]
 LABELS = [
@@ -116,10 +121,12 @@ def test_evaluations_without_held_out_data_are_a_warning(tmp_path: Path, caplog:
     assert "run.eval_every is 2, which has no effect: no prompts are held out" in caplog.text
 
 
-def tunesmith(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """The command `tunesmith words`."""
-    command = [sys.executable, "-m", "tunesmith", *words]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, check=False)
+def tunesmith(*words: str) -> subprocess.CompletedProcess[bytes]:
+    """The command `tunesmith words`, in this process: a new one takes many seconds to load what it needs."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(words)
+    return subprocess.CompletedProcess(words, code, out.buffer.getvalue(), err.buffer.getvalue())  # type: ignore[attr-defined]
 
 
 def test_a_seed_beyond_64_bits_is_refused(tmp_path: Path) -> None:
@@ -136,7 +143,9 @@ def test_stdout_that_cannot_encode_a_character(tmp_path: Path) -> None:
     """A pipe or terminal whose encoding is ASCII. Reported: issue 45.26."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "caf\u00e9 \u2713"}\n', encoding="utf-8")
     words = ("generate", "tiny:llama", "--prompts", str(tmp_path / "rows.jsonl"), "--max-new-tokens", "2")
-    done = tunesmith(*words, PYTHONIOENCODING="ascii")
+    command = [sys.executable, "-m", "tunesmith", *words]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=ascii_only, capture_output=True, check=False)
     assert done.returncode == 0
     assert b"caf\\xe9 \\u2713" in done.stdout
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,53 +42,80 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), *sys.path])}
 
 
-def tunesmith(folder: Path, *words: str) -> str:
-    """What the command prints."""
-    command = [sys.executable, "-m", "tunesmith", *words]
-    done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
+ALL = """
+import json, sys
+from tunesmith.apps.cli.main import main
+for words in json.loads(sys.argv[1]):
+    assert main(words) == 0, words
+    print("\\0", end="")
+"""
+
+
+def tunesmith(folder: Path, *commands: Sequence[str]) -> list[str]:
+    """What each command prints; all in one process, which takes seconds to load what they need."""
+    line = [sys.executable, "-c", ALL, json.dumps(commands)]
+    done = subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.split("\0")[:-1]
 
 
-def facts(folder: Path, *words: str) -> Any:
-    return json.loads(tunesmith(folder, *words, "--json").splitlines()[-1])
+def facts(shown: str) -> Any:
+    """The object that a command with `--json` prints last."""
+    return json.loads(shown.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
     """A run of two steps, with a checkpoint after each."""
-    return folder / facts(folder, "train", "mean_scaled", *SHORT, "--run.checkpoint-every", "1")["run_dir"]
+    (shown,) = tunesmith(folder, ["train", "mean_scaled", *SHORT, "--run.checkpoint-every", "1", "--json"])
+    return folder / facts(shown)["run_dir"]
 
 
-def test_it_trains_and_goes_on(folder: Path, run_dir: Path) -> None:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2] and rows[0]["updates"] == 1
-    assert "mean-scaled GRPO" in (run_dir / "final" / "README.md").read_text()
-    assert facts(folder, "resume", str(run_dir), "--steps", "3")["steps"] == 3
-
-
-def test_a_dry_run_and_a_plan_count_its_passes(folder: Path) -> None:
-    shown = facts(folder, "train", "mean_scaled", *SHORT, "--dry-run")
-    assert shown["num_steps"] == 2 and {"reference", "cache"} <= shown["memory_gb"].keys() and shown["seconds"] > 0
-    like_grpo = facts(folder, "train", "grpo", *SHORT, "--dry-run")
-    assert shown["memory_gb"] == like_grpo["memory_gb"]
-    plans = [facts(folder, "plan", "--model", "llama-2-7b", "--algorithm", name) for name in ("mean_scaled", "grpo")]
-    assert plans[0] == plans[1]
-
-
-def test_levels_settings_and_help_know_it(folder: Path) -> None:
-    keys = tunesmith(folder, "recipes", "keys", "mean_scaled")
-    assert "mean_scaled.floor" in keys and "mean_scaled.kl.coef" in keys
+@pytest.fixture(scope="module")
+def shown(folder: Path, run_dir: Path) -> dict[str, str]:
+    """What the other commands print about the algorithm, about GRPO and about that run, which goes on."""
     (folder / "own.yaml").write_text("mean_scaled: {kl: 0.1}\nlevel: baseline\n")
-    recipe = facts(folder, "train", "mean_scaled", "--config", "own.yaml", *SHORT, "--dry-run")["recipe"]
+    plan = ["plan", "--model", "llama-2-7b", "--json", "--algorithm"]
+    commands = {
+        "dry run": ["train", "mean_scaled", *SHORT, "--dry-run", "--json"],
+        "dry run of GRPO": ["train", "grpo", *SHORT, "--dry-run", "--json"],
+        "dry run of own.yaml": ["train", "mean_scaled", "--config", "own.yaml", *SHORT, "--dry-run", "--json"],
+        "plan": [*plan, "mean_scaled"],
+        "plan of GRPO": [*plan, "grpo"],
+        "keys": ["recipes", "keys", "mean_scaled"],
+        "help": ["--help"],
+        "diagnosis": ["diagnose", str(run_dir), "--json"],
+        "resume": ["resume", str(run_dir), "--steps", "3", "--json"],
+        "list": ["runs", "ls", "--dir", "runs"],
+    }
+    return dict(zip(commands, tunesmith(folder, *commands.values()), strict=True))
+
+
+def test_it_trains_and_goes_on(run_dir: Path, shown: dict[str, str]) -> None:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["updates"] == 1
+    assert "mean-scaled GRPO" in (run_dir / "final" / "README.md").read_text()
+    assert facts(shown["resume"])["steps"] == 3
+
+
+def test_a_dry_run_and_a_plan_count_its_passes(shown: dict[str, str]) -> None:
+    found = facts(shown["dry run"])
+    assert found["num_steps"] == 2 and {"reference", "cache"} <= found["memory_gb"].keys() and found["seconds"] > 0
+    assert found["memory_gb"] == facts(shown["dry run of GRPO"])["memory_gb"]
+    assert facts(shown["plan"]) == facts(shown["plan of GRPO"])
+
+
+def test_levels_settings_and_help_know_it(shown: dict[str, str]) -> None:
+    assert "mean_scaled.floor" in shown["keys"] and "mean_scaled.kl.coef" in shown["keys"]
+    recipe = facts(shown["dry run of own.yaml"])["recipe"]
     assert recipe["mean_scaled"]["kl"]["coef"] == 0.1 and recipe["mean_scaled"]["micro_batch_size"] == WHOLE
-    assert "scaled by the group's mean reward" in tunesmith(folder, "--help")
+    assert "scaled by the group's mean reward" in shown["help"]
 
 
-def test_its_run_is_diagnosed_and_reported(folder: Path, run_dir: Path) -> None:
-    assert facts(folder, "diagnose", str(run_dir))["num_steps"] > 0
+def test_its_run_is_diagnosed_and_reported(run_dir: Path, shown: dict[str, str]) -> None:
+    assert facts(shown["diagnosis"])["num_steps"] > 0
     assert "mean_scaled" in (run_dir / "report.html").read_text()
-    assert "mean_scaled" in tunesmith(folder, "runs", "ls", "--dir", "runs")
+    assert "mean_scaled" in shown["list"]
 
 
 def test_the_studio_starts_it(folder: Path) -> None:

@@ -63,7 +63,10 @@ def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) ->
 
 @pytest.mark.parametrize(
     ("family", "sampling"),
-    [("llama", EVERYTHING), ("qwen3", PLAIN), ("gemma2", PLAIN)],
+    [
+        ("llama", EVERYTHING),
+        *(pytest.param(family, PLAIN, marks=pytest.mark.nightly) for family in ("qwen3", "gemma2")),
+    ],
 )
 def test_the_step_in_triton_draws_what_the_step_in_torch_draws(
     family: str, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch

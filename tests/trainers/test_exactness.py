@@ -33,6 +33,7 @@ def differences(trainer: Any, cfg: PPORecipe | GRPORecipe, prompts: Sequence[str
     return list(training(cfg, prompts=list(prompts), rewards=[spread]).metrics)
 
 
+@pytest.mark.pairs
 @in_exact_dtypes
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
 def test_twenty_ppo_steps_have_no_difference_at_all(family: str, dtype: str, tmp_path: Path) -> None:
@@ -42,6 +43,7 @@ def test_twenty_ppo_steps_have_no_difference_at_all(family: str, dtype: str, tmp
     assert not any("sampling/importance_sampling_ratio/mean" in row for row in rows)
 
 
+@pytest.mark.pairs
 @in_exact_dtypes
 @pytest.mark.parametrize("num_epochs", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])

@@ -25,6 +25,7 @@ def model(family: str = "llama", dtype: str = "bfloat16", **lora: Any) -> dict[s
     return {"name": f"tiny:{family}", "dtype": dtype, "lora": {"rank": 4, **lora}}
 
 
+@pytest.mark.pairs
 @in_exact_dtypes
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "gemma2"])
@@ -36,6 +37,7 @@ def test_with_adapters_there_is_no_difference_at_all(family: str, use_dora: bool
     assert rows[0]["grad_norm"] > 0
 
 
+@pytest.mark.pairs
 @in_exact_dtypes
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import jobs
 import pytest
@@ -45,13 +47,20 @@ OF_SESSION = ("sft", "ppo")
 """Trainers to test what the session does for all of them in the same way."""
 
 
-def kills() -> Iterator[tuple[str, Sequence[str]]]:
-    """Each trainer with up to four places at a time; those that a run may reach only once are first."""
+def kills() -> Iterator[Any]:
+    """Each trainer with up to four places at a time; those that a run may reach only once are first.
+
+    By day the others than those of `OF_SESSION` are killed once, at a place that their name alone decides.
+    """
     for trainer in TRAINERS:
-        places = (*SPANS[trainer], *(PLACES if trainer in OF_SESSION else ()))
+        spans, marks = SPANS[trainer], ()
+        if trainer not in OF_SESSION:
+            yield pytest.param(trainer, (spans[crc32(trainer.encode()) % len(spans)],))
+            marks = (pytest.mark.nightly,)
+        places = (*spans, *(PLACES if trainer in OF_SESSION else ()))
         places = sorted(places, key=lambda place: VISITS.get(place) != 1)
         num_runs = math.ceil(len(places) / 4)
-        yield from ((trainer, places[index::num_runs]) for index in range(num_runs))
+        yield from (pytest.param(trainer, places[index::num_runs], marks=marks) for index in range(num_runs))
 
 
 Copies = Callable[[str, Path], Path]

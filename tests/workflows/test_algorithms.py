@@ -54,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return go_on(path)
 
 
+@pytest.mark.nightly
 def test_a_killed_comparison_goes_on_where_it_was(folder: Path) -> None:
     for name, steps in (("ppo", 2), ("grpo", 2), ("dpo", 8), ("best_of_n", 2)):
         (run,) = folder.glob(f"*-{name}-seed0-*")
@@ -68,6 +69,7 @@ def test_a_killed_comparison_goes_on_where_it_was(folder: Path) -> None:
     assert (folder / "comparison.json").stat().st_mtime_ns > stamp
 
 
+@pytest.mark.nightly
 def test_every_figure_follows_from_the_curves_of_the_runs(folder: Path) -> None:
     facts = json.loads((folder / "comparison.json").read_text())
     base = Point(**json.loads((folder / "base.json").read_text()))
@@ -82,6 +84,7 @@ def test_every_figure_follows_from_the_curves_of_the_runs(folder: Path) -> None:
     assert facts["said"] in page and "simulated rater" in page
 
 
+@pytest.mark.nightly
 def test_openings_of_the_curves_were_never_voted_on(folder: Path) -> None:
     trained = {row["prompt"] for row in read_jsonl(folder / "prompts.jsonl")}
     voted = {row["prompt"] for row in read_jsonl(folder / "votes.jsonl")}

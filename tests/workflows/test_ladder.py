@@ -26,6 +26,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(out.with_suffix(".json").read_text())
 
 
+@pytest.mark.nightly
 def test_every_level_has_its_figures(facts: dict[str, Any]) -> None:
     assert list(facts["levels"]) == list(LEVELS)
     for level in facts["levels"].values():
@@ -35,12 +36,14 @@ def test_every_level_has_its_figures(facts: dict[str, Any]) -> None:
         assert level["cpu_util"] > 0 and level["peak_memory_gb"] > 0
 
 
+@pytest.mark.nightly
 def test_every_technique_of_the_upper_levels_is_left_out_once(facts: dict[str, Any]) -> None:
     names = [technique.name for technique in TECHNIQUES if technique.level in ("advanced", "optimal")]
     assert [row["name"] for row in facts["techniques"]] == names
     assert all(row["ratio_without"] > 0 for row in facts["techniques"])
 
 
+@pytest.mark.nightly
 def test_every_gate_is_passed(facts: dict[str, Any]) -> None:
     assert len(facts["gates"]) == 3 * (4 + 5)
     assert [gate for gate in facts["gates"] if not gate["passed"]] == []
@@ -48,6 +51,7 @@ def test_every_gate_is_passed(facts: dict[str, Any]) -> None:
     assert any(gate["value"] > 0 for gate in facts["gates"] if "gradient" in gate["name"])
 
 
+@pytest.mark.nightly
 def test_the_page_shows_levels_techniques_and_gates(facts: dict[str, Any], tmp_path: Path) -> None:
     from tunesmith.observe.reports.html import write_ladder_report
 

@@ -66,6 +66,7 @@ def test_server_and_trainer_may_start_stop_and_die_in_any_order_and_no_vote_is_l
     assert 16 <= result["votes"] <= len(votes) and result["serving"] >= 2
 
 
+@pytest.mark.nightly
 def test_a_simulation_measures_the_last_version_against_the_base_model(tmp_path: Path) -> None:
     folder = tmp_path / "live"
     options = SimulationOptions(
