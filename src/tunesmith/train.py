@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.base.config.load import load_recipe
+from tunesmith.base.core.errors import InputError
 from tunesmith.collect.data.demonstrations import DemonstrationLike
 from tunesmith.collect.data.prompts import PromptLike
 from tunesmith.collect.data.tables import as_rows
@@ -254,6 +255,9 @@ def _train(
     progress: bool,
 ) -> RunResult:
     listener, given = _listener(given)
+    for name in inputs.given:
+        if f"{name}.source" in given:
+            raise InputError(f"{name} are given as rows and as {name}.source; give one of them")
     run_id: Any = given.pop("run_id", None)
     file = Path(config) if config else None
     resolved = load_recipe(algorithm, recipe=recipe, file=file, overrides=_set(given), origins=_origins(given))

@@ -416,7 +416,13 @@ def test_a_probability_that_rounds_to_one_has_a_finite_divergence(kind):
 
 def learnt(advantage_BT, mask_BT, cfg, **scores):
     zero_BT = torch.zeros_like(advantage_BT)
-    given = {"logp_BT": zero_BT, "drawn_logp_BT": zero_BT, "entropy_BT": zero_BT, **scores}
+    given = {
+        "logp_BT": zero_BT,
+        "old_logp_BT": scores.get("logp_BT", zero_BT),
+        "drawn_logp_BT": zero_BT,
+        "entropy_BT": zero_BT,
+        **scores,
+    }
     return policy_loss.learnt_advantages(advantage_BT, mask_BT, cfg, **given)
 
 
@@ -578,3 +584,15 @@ def test_nan_inside_the_mask_reaches_the_loss():
         new, old, advantage, reference, entropy = dirty_BT
         tokens = PolicyTokens(new, old, advantage, torch.ones(4, 5), reference, entropy)
         assert policy_loss.policy_loss(tokens, terms, 1.0, 1.0)[0].isnan()
+
+
+def test_clip_cov_draws_none_of_the_tokens_that_the_clip_cuts():
+    """As in verl: such a token has no gradient, and would use up the share."""
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(3, 6, 9, spread=0.8)
+    cfg = section(0.1, 0.1, clip_cov_share=0.9, clip_cov_low=-9, clip_cov_high=9)
+    found_BT = learnt(advantage_BT, mask_BT, cfg, logp_BT=logp_BT.detach(), old_logp_BT=old_logp_BT)
+    ratio_BT = (logp_BT - old_logp_BT).exp()
+    is_clipped_BT = ((advantage_BT > 0) & (ratio_BT > 1.1)) | ((advantage_BT < 0) & (ratio_BT < 0.9))
+    assert (is_clipped_BT & mask_BT).any()
+    assert torch.equal(found_BT[is_clipped_BT & mask_BT], advantage_BT[is_clipped_BT & mask_BT])
+    assert not found_BT[~is_clipped_BT & mask_BT].all()

@@ -55,6 +55,10 @@ def runs_of(folder: Path, num_steps: int) -> dict[str, tuple[Recipe, Inputs]]:
         "ppo": (ppo_recipe(folder, run=run, ppo={"critic": "separate"}), drawn),
         "grpo": (grpo_recipe(folder, run=run, grpo={"num_minibatches": 2, "kl": {"coef": 0.1}}), drawn),
         "best_of_n": (best_of_n_recipe(folder, run=run), drawn),
+        "ptx": (
+            ppo_recipe(folder, run=run, ppo={"critic": "separate"}, ptx={"coef": 0.5, "demonstrations_per_update": 3}),
+            Inputs(prompts=PROMPTS, rewards=[few_low], demonstrations=demonstrations()),
+        ),
     }
 
 
@@ -75,6 +79,12 @@ def differences(
 def test_divided_parameters_train_as_one_process_does(tmp_path: Path) -> None:
     found = differences(tmp_path, ("adapters", "grpo"), 2, (4, 2), None)
     assert max(found.values()) < 1e-6, found
+
+
+def test_ranks_share_demonstrations_apart_from_the_rollout(tmp_path: Path) -> None:
+    """One list for both would have a rank pass through the critic while another has a demonstration, and wait."""
+    found = differences(tmp_path, ("ptx",), 2, (2, 1), None)
+    assert max(found.values()) < 5e-6, found
 
 
 @pytest.mark.slow

@@ -229,3 +229,27 @@ def test_the_greedy_baseline_is_the_reward_of_the_completion_of_likeliest_tokens
     judged = state.learner.judged(groups_of(result)[:2], scores)
     assert judged.valid_PG.tolist() == [[True, True], [False, False]]
     assert state.learner.differing(judged).tolist() == [True, False]
+
+
+def test_the_greedy_completions_are_scored_at_their_step_and_unload_the_engine(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def reward(completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: object) -> list[float]:
+        seen.append((len(completion_ids), trainer_state.global_step))
+        return low_ids(completion_ids)
+
+    cfg = grpo_recipe(tmp_path, grpo={"baseline": "greedy", "scale": "none"}, rollout={"unload_during_update": True})
+    state = build(cfg, reward)
+    update = state.learner.update
+    loaded: list[object] = []
+    state.learner.update = lambda *given: loaded.append(state.learner.engine._cache) or update(*given)
+    state.step(state.data.train, 2)
+    assert sorted(seen) == [(len(PROMPTS), 2), (len(PROMPTS) * 4, 2)]
+    assert loaded == [None]
+
+
+def test_the_share_of_tokens_that_settings_leave_out_is_a_metric(tmp_path: Path) -> None:
+    state = build(grpo_recipe(tmp_path, grpo={"top_entropy_share": 0.5}))
+    assert 0.3 < state.step(state.data.train, 0).metrics["policy/left_out_frac"] < 0.6
+    state = build(grpo_recipe(tmp_path))
+    assert "policy/left_out_frac" not in state.step(state.data.train, 0).metrics

@@ -9,8 +9,9 @@ from grpo_oracle import Recorder, double
 from grpo_steps import low_ids, moved_apart
 from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe
 
+from tunesmith import train
 from tunesmith.base.config.load import load_recipe
-from tunesmith.base.core.errors import ConfigError, DataError
+from tunesmith.base.core.errors import ConfigError, DataError, InputError
 from tunesmith.learn.trainers.api import Inputs
 from tunesmith.learn.trainers.run import run
 
@@ -24,7 +25,7 @@ PTX = {"coef": 0.5, "demonstrations_per_update": 2, "micro_batch_tokens": 1}
 
 def gradients_of_step(cfg: Any) -> tuple[list[Any], Any, Started]:
     """The updates of the first step, and the policy in float64 before it."""
-    state = Started(cfg, prompts=PROMPTS, rewards=[low_ids], demonstrations=ROWS)
+    state = Started(cfg, prompts=PROMPTS, rewards=[low_ids], demonstrations=ROWS if cfg.ptx.coef else None)
     state.policy.module.generation_config.eos_token_id = list(range(3, 40))
     moved_apart(state)
     before, recorder = double(state.policy.module), Recorder(state)
@@ -74,3 +75,9 @@ def test_a_term_without_demonstrations_is_refused_and_one_without_a_weight_is_na
         run(grpo_recipe(tmp_path, ptx=PTX), Inputs(prompts=PROMPTS, rewards=[low_ids]))
     with pytest.raises(ConfigError, match=r"ptx\.coef is 0"):
         load_recipe("grpo", overrides={"ptx.demonstrations_per_update": 4})
+    with pytest.raises(ConfigError, match="no demonstrations are evaluated here"):
+        load_recipe("grpo", overrides={"ptx": 0.5, "demonstrations.heldout_source": "more.jsonl"})
+    with pytest.raises(InputError, match="would not learn them"):
+        run(grpo_recipe(tmp_path), Inputs(prompts=PROMPTS, rewards=[low_ids], demonstrations=ROWS))
+    with pytest.raises(InputError, match=r"demonstrations are given as rows and as demonstrations\.source"):
+        train.grpo(demonstrations=ROWS, **{"demonstrations.source": "some.jsonl", "ptx.coef": 1.0})

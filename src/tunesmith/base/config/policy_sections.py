@@ -61,6 +61,8 @@ class PtxDemonstrationsSection(DemonstrationsSection):
 class PtxSection(Section):
     """A term of supervised learning on demonstrations beside the policy loss (PPO-ptx, Ouyang et al. 2022)."""
 
+    SHORTHAND = "coef"
+
     coef: NonNegative = 0.0
     """Weight of the mean of -log p over their learnt tokens; 0 is off."""
     demonstrations_per_update: PositiveInt = 8
@@ -106,7 +108,7 @@ class PolicyLossSection(UpdateSection):
     """Steepness of SAPO's sigmoid for tokens of positive advantage."""
     temperature_negative: Positive = 1.05
     """Steepness of SAPO's sigmoid for the other tokens."""
-    kl_cov_share: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    kl_cov_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 2e-4
     """Share of the tokens of a micro-batch, those with the highest covariance of log-prob and advantage, that KL-Cov
     keeps near the old policy; one at least."""
     kl_cov_coef: Positive = 1.0
@@ -119,10 +121,10 @@ class PolicyLossSection(UpdateSection):
     off_policy_mask: Positive | None = None
     """Leave out what has a negative advantage in completions whose log-prob has fallen by more nats per token than this
     since they were drawn (DeepSeek-V3.2); null is off."""
-    top_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_entropy_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     """Share of the tokens of a micro-batch, those of highest entropy, that the surrogate learns (Wang et al. 2025 have
     0.2)."""
-    clip_cov_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    clip_cov_share: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
     """Share of the tokens of a micro-batch that are left out, drawn from those whose covariance of log-prob and
     advantage is between clip_cov_low and clip_cov_high (Clip-Cov, Cui et al. 2025 with 2e-4); 0 is off."""
     clip_cov_low: Finite = 1.0
@@ -141,18 +143,26 @@ class PolicyLossSection(UpdateSection):
         """
         return self.surrogate in ("dppo_tv", "dppo_kl")
 
+    @property
+    def leaves_out_tokens(self) -> bool:
+        """True if the surrogate does not learn some of the tokens."""
+        return self.top_entropy_share < 1 or self.clip_cov_share > 0 or self.off_policy_mask is not None
+
     @model_validator(mode="after")
     def _check_level(self) -> "PolicyLossSection":
         if self.surrogate in ("dppo_tv", "dppo_kl", "gmpo", "kl_cov") and self.importance_sampling_level != "token":
             raise ValueError(
-                f"importance_sampling_level is {self.importance_sampling_level}, but surrogate {self.surrogate} has "
-                "its own; set token"
+                f"importance_sampling_level is {self.importance_sampling_level}, but surrogate {self.surrogate} is "
+                "defined by the ratios of tokens; set token"
             )
-        if self.surrogate == "gmpo" and (self.top_entropy_share < 1 or self.clip_cov_share > 0):
-            raise ValueError(
-                f"top_entropy_share is {self.top_entropy_share:g} and clip_cov_share is {self.clip_cov_share:g}, but "
-                "gmpo is a mean over all tokens of a completion; set them to 1 and 0"
-            )
+        for name, value, off in (
+            ("top_entropy_share", self.top_entropy_share, 1),
+            ("clip_cov_share", self.clip_cov_share, 0),
+        ):
+            if self.surrogate == "gmpo" and value != off:
+                raise ValueError(
+                    f"{name} is {value:g}, but gmpo is a mean over all tokens of a completion; set it to {off}"
+                )
         return self
 
     @model_validator(mode="after")

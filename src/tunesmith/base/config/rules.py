@@ -186,6 +186,11 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
             "ptx.coef",
         ),
         Rule(
+            "demonstrations.heldout_source demonstrations.heldout_fraction demonstrations.split_column",
+            always,
+            "no demonstrations are evaluated here, only learnt; leave this out",
+        ),
+        Rule(
             f"{section}.clip_low",
             is_(f"{section}.surrogate", "cispo"),
             "{section}.surrogate is cispo, whose weight has no lower bound; set clip, or leave this out",

@@ -71,6 +71,19 @@ class PolicyStats(Sums):
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut(Sums):
+    """How many tokens there are, and how many of them the settings of the recipe leave out of the surrogate."""
+
+    num_tokens: Tensor
+    left_out: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """The share of the tokens that is left out."""
+        sums = self.floats()
+        return {"policy/left_out_frac": sums["left_out"] / max(1.0, sums["num_tokens"])}
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateSize:
     """Size of one optimizer step, over all micro-batches and ranks.
 
@@ -261,6 +274,7 @@ def learnt_advantages(
     section: PolicyLossSection,
     *,
     logp_BT: Tensor,
+    old_logp_BT: Tensor,
     drawn_logp_BT: Tensor,
     entropy_BT: Tensor,
     seed: int = 0,
@@ -271,12 +285,23 @@ def learnt_advantages(
     2506.01939), by the quantile that TRL takes. `off_policy_mask` leaves out completions with negative advantages whose
     mean of log p_old - log p exceeds it: `drawn_logp_BT` are the engine's log-probs at that time (DeepSeek-V3.2,
     arXiv 2512.02556). `clip_cov_share` leaves out that share of the tokens of the micro-batch, one at least, drawn by
-    `seed` from those whose covariance is within its bounds (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
+    `seed` from those whose covariance is within its bounds and which the clip does not cut already (Clip-Cov, Cui et
+    al. 2025, arXiv 2505.22617).
     """
     mask_BT = mask_BT.bool()
     if section.clip_cov_share > 0:
         covariance_BT = covariances(advantage_BT, logp_BT, mask_BT)
-        within_BT = mask_BT & (covariance_BT > section.clip_cov_low) & (covariance_BT < section.clip_cov_high)
+        terms = PolicyTerms(
+            section.surrogate,
+            section.importance_sampling_level,
+            section.clip_low,
+            section.clip_high,
+            section.dual_clip,
+        )
+        ratio_BT = importance_ratio(logp_BT, old_logp_BT, mask_BT, terms.level)
+        cuts = beyond(PolicyTokens(logp_BT, old_logp_BT, advantage_BT, mask_BT), terms, ratio_BT)
+        within_BT = mask_BT & ~(cuts[0] | cuts[1] | cuts[2])
+        within_BT &= (covariance_BT > section.clip_cov_low) & (covariance_BT < section.clip_cov_high)
         within_N = torch.nonzero(within_BT.flatten()).flatten()
         num = max(1, int(section.clip_cov_share * int(mask_BT.sum())))
         cut_BT = torch.zeros_like(mask_BT)

@@ -41,9 +41,8 @@ class GRPO(PolicyStep):
         further = rollouts.further_prompts(self.pool, prompts, self.rollouts.seed, index)
         for attempt in range(1 + self.cfg.dynamic_sampling):
             stream = f"refill {attempt}" if attempt else "rollout"
-            drawn, scores = self.rollouts.draw(wanted, stream, index)
-            if self.cfg.baseline == "greedy":
-                scores = replace(scores, greedy_P=self.rollouts.greedy_rewards(wanted, index))
+            has_greedy = self.cfg.baseline == "greedy"
+            drawn, scores = self.rollouts.draw(wanted, stream, index, with_greedy=has_greedy)
             groups.extend(drawn)
             parts.append(scores)
             num_missing -= int(self.differing(self.judged(drawn, scores)).sum())

@@ -15,7 +15,7 @@ from tunesmith.engine.batch.pack import Sequences
 from tunesmith.engine.batch.rollout import Group
 from tunesmith.engine.models.optimizer import StepReport
 from tunesmith.learn.algorithms.direct_loss import DirectStats
-from tunesmith.learn.algorithms.policy_loss import Correction, PolicyStats, importance_metrics
+from tunesmith.learn.algorithms.policy_loss import Correction, LeftOut, PolicyStats, importance_metrics
 from tunesmith.learn.algorithms.sums import merged
 from tunesmith.learn.algorithms.token_loss import TokenStats
 from tunesmith.learn.algorithms.value_loss import ValueStats
@@ -121,14 +121,15 @@ class FirstPass:
 
 @dataclass(frozen=True, slots=True)
 class MicroStats:
-    """Statistics of one micro-batch: of the surrogate, of the critic, of a pass of the step's first update, and of
-    demonstrations.
+    """Statistics of one micro-batch: of the surrogate, of the critic, of a pass of the step's first update, of
+    demonstrations, and of tokens that are left out.
     """
 
     policy: PolicyStats | DirectStats | None = None
     value: ValueStats | None = None
     first: FirstPass | None = None
     ptx: TokenStats | None = None
+    left_out: LeftOut | None = None
 
 
 @dataclass(slots=True)
@@ -143,6 +144,7 @@ class UpdateStats:
     _policy: list[PolicyStats | DirectStats] = field(default_factory=list[PolicyStats | DirectStats])
     _value: list[ValueStats] = field(default_factory=list[ValueStats])
     _ptx: list[TokenStats] = field(default_factory=list[TokenStats])
+    _left_out: list[LeftOut] = field(default_factory=list[LeftOut])
     _minibatch: list[PolicyStats | DirectStats] = field(default_factory=list[PolicyStats | DirectStats])
 
     def add(self, report: StepReport, micros: Sequence[MicroStats]) -> None:
@@ -151,6 +153,7 @@ class UpdateStats:
         self._minibatch = [micro.policy for micro in micros if micro.policy is not None]
         self._policy += self._minibatch
         self._value += [micro.value for micro in micros if micro.value is not None]
+        self._left_out += [micro.left_out for micro in micros if micro.left_out is not None]
         self._ptx += [micro.ptx for micro in micros if micro.ptx is not None]
         self.reports.append(report)
 
@@ -168,6 +171,7 @@ class UpdateStats:
         return {
             **(merged(self._policy).metrics() if self._policy else {}),
             **(merged(self._value).metrics() if self._value else {}),
+            **(merged(self._left_out).metrics() if self._left_out else {}),
             **({f"ptx/{name}": value for name, value in merged(self._ptx).metrics().items()} if self._ptx else {}),
             **self.first.metrics(),
             **update_metrics(self.reports),

@@ -6,6 +6,8 @@ Shape legend: B sequences, S positions of prompt and completion, T completion to
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -36,9 +38,10 @@ def accumulate(
     max_norm: float | None = None,
     *,
     has_stages: bool = False,
+    beside: Sequence[Callable[[], tuple[torch.Tensor, StatsT]]] = (),
 ) -> tuple[StepReport, list[StatsT]]:
-    """One update by the sum of the losses of `micro_batches`: the optimizer's report, and what `loss_of` returned
-    beside each loss, on every rank that of all ranks.
+    """One update by the sum of the losses of `micro_batches`, and of those `beside` them: the optimizer's report, and
+    what was returned beside each loss, on every rank that of all ranks.
 
     A rank computes its share of the micro-batches, so the denominator of a mean in a loss must be a number that every
     rank knows: of tokens, rows or pairs of the whole update. A sum, or a gradient, that is not finite is refused.
@@ -47,9 +50,11 @@ def accumulate(
     """
     losses: list[torch.Tensor] = []
     stats: list[StatsT] = []
-    for micro in share_of(micro_batches):
+    # Ranks share each of the two: those of divided models make the passes of a micro-batch together.
+    own = chain((partial(loss_of, micro) for micro in share_of(micro_batches)), share_of(beside))
+    for micro_loss in own:
         with nullcontext() if has_stages else span("forward"):
-            loss, micro_stats = loss_of(micro)
+            loss, micro_stats = micro_loss()
         with span("backward"):
             optimizer.scaled(loss).backward()
         losses.append(loss.detach())
@@ -69,8 +74,7 @@ def accumulate_rows(
 ) -> tuple[StepReport, list[StatsT]]:
     """`accumulate` over the rows of `batch`, `micro_batch_size` at a time, and the losses `beside` them."""
     parts = chunks(range(len(batch.sequences.lengths_B)), micro_batch_size)
-    losses = [*(lambda rows=rows: loss_of(batch.select(rows)) for rows in parts), *beside]
-    return accumulate(optimizer, losses, lambda loss: loss(), max_norm)
+    return accumulate(optimizer, parts, lambda rows: loss_of(batch.select(rows)), max_norm, beside=beside)
 
 
 def micro_batches(sequences: Sequences, size: int) -> list[Sequences]:

@@ -20,7 +20,7 @@ from tunesmith.base.core.trace import span
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.pack import PolicyBatch, Sequences, chunks, pack
 from tunesmith.engine.batch.rollout import Group
-from tunesmith.engine.kernels.masking import check_shapes
+from tunesmith.engine.kernels.masking import check_shapes, total
 from tunesmith.engine.kernels.policy_loss.records import PolicyTokens
 from tunesmith.engine.models.division import divide
 from tunesmith.engine.models.language_model import LanguageModel
@@ -32,7 +32,7 @@ from tunesmith.engine.rollout.workers.ahead import drawn_ahead
 from tunesmith.learn.algorithms import policy_loss
 from tunesmith.learn.algorithms.direct_loss import DirectStats
 from tunesmith.learn.algorithms.kl import Controller
-from tunesmith.learn.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
+from tunesmith.learn.algorithms.policy_loss import Correction, LeftOut, PolicyStats, UpdateSize
 from tunesmith.learn.algorithms.value_loss import ValueStats
 from tunesmith.learn.rewards.scorer import Scores
 from tunesmith.learn.trainers import metrics, passes, setup
@@ -60,13 +60,14 @@ class Credit:
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Loss of a micro-batch, a scalar with gradients, and statistics: of the policy's surrogate, of the weights that
-    correct for the distribution that was drawn from, and of the critic.
+    correct for the distribution that was drawn from, of the critic, and of tokens that are not learnt.
     """
 
     loss: torch.Tensor
     policy: PolicyStats | DirectStats
     correction: Correction | None = None
     value: ValueStats | None = None
+    left_out: LeftOut | None = None
 
 
 @dataclass(slots=True)
@@ -191,7 +192,7 @@ class PolicyStep(PolicyWithKL):
         found = self.loss(micro, new, size)
         seen = (micro.sequences, new.logp_BT, new.entropy_BT, found.correction, micro.reference_logp_BT)
         first = metrics.FirstPass.of_batch(*seen) if is_first else None
-        return found.loss, metrics.MicroStats(found.policy, found.value, first)
+        return found.loss, metrics.MicroStats(found.policy, found.value, first, left_out=found.left_out)
 
     # An algorithm has its own `credit`, and perhaps others in place of those below.
 
@@ -268,6 +269,7 @@ class PolicyStep(PolicyWithKL):
             mask_BT,
             section,
             logp_BT=new.logp_BT,
+            old_logp_BT=old_logp_BT,
             drawn_logp_BT=micro.sequences.raw_logp_BT,
             entropy_BT=new.entropy_BT,
             seed=size.seed,
@@ -282,7 +284,12 @@ class PolicyStep(PolicyWithKL):
         )
         denominator = policy_loss.loss_denominator(section.loss_normalization, mask_BT, size, drawing.max_new_tokens)
         terms = policy_loss.terms_of(section, section.kl, kl_coef)
-        return Loss(*policy_loss.policy_loss(tokens, terms, denominator, size.num_tokens), correction)
+        left_out = None
+        if section.leaves_out_tokens:
+            is_out_BT = mask_BT.bool() & (advantage_BT != micro.advantage_BT)
+            left_out = policy_loss.LeftOut(total(mask_BT), total(is_out_BT))
+        loss, stats = policy_loss.policy_loss(tokens, terms, denominator, size.num_tokens)
+        return Loss(loss, stats, correction, left_out=left_out)
 
 
 def minibatches(batch: BatchT, section: UpdateSection, seed: int, together: int = 1) -> Iterator[BatchT]:

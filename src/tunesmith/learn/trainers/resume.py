@@ -51,7 +51,10 @@ def resume(
     _check_inputs(run_dir, inputs)
     if _has_ended(run_dir, changes):
         done = read_object(run_dir / "result.json").get("steps")
-        raise RunError(f"{run_dir} has ended after step {done}; to train it further, give more steps: --steps N")
+        raise RunError(
+            f"{run_dir} has ended after step {done}; to train it further, give more steps: --steps N, or in Python "
+            "steps=N"
+        )
     if leads():
         _note_resume(run_dir, changes)
     recipe = with_threads(recipe, run_dir, old.scale.ranks)
@@ -171,13 +174,13 @@ def _has_ended(run_dir: Path, changes: Mapping[str, tuple[object, object]]) -> b
 
 def _check_inputs(run_dir: Path, inputs: Inputs) -> None:
     """Refuse to replace the Python objects that the run was started with by the recipe's defaults."""
-    for name in _facts(run_dir)["given_in_python"]:
-        if getattr(inputs, name) is None:
-            argument = "reward" if name == "rewards" else name
-            raise RunError(
-                f"{run_dir} was given its {name} as Python objects; go on from Python, with "
-                f'`train.resume("{run_dir}", {argument}=...)`'
-            )
+    missing = [name for name in _facts(run_dir)["given_in_python"] if getattr(inputs, name) is None]
+    if missing:
+        arguments = ", ".join(f"{'reward' if name == 'rewards' else name}=..." for name in missing)
+        raise RunError(
+            f"{run_dir} was given its {' and '.join(missing)} as Python objects; go on from Python, with "
+            f'`train.resume("{run_dir}", {arguments})`'
+        )
 
 
 def _note_resume(run_dir: Path, changes: Mapping[str, tuple[object, object]]) -> None:

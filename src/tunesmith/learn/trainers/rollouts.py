@@ -18,7 +18,7 @@ from tunesmith.base.config.algorithms.sft import SFTSection
 from tunesmith.base.config.policy_sections import KLSection
 from tunesmith.base.config.recipe import PolicyRecipe, PtxRecipe
 from tunesmith.base.config.sections import EvaluationSection, RolloutSection
-from tunesmith.base.core.errors import DataError
+from tunesmith.base.core.errors import DataError, InputError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import derive, items_at, permutation
 from tunesmith.base.core.trace import span
@@ -69,10 +69,13 @@ class Rollouts:
         """True if the engine's log-probs are those of the old policy, so that no forward pass is made for them."""
         return self.engine.is_exact and not self.cfg.recompute_logps
 
-    def draw(self, prompts: Sequence[Prompt], stream: str, index: int) -> tuple[list[Group], Scores]:
+    def draw(
+        self, prompts: Sequence[Prompt], stream: str, index: int, *, with_greedy: bool = False
+    ) -> tuple[list[Group], Scores]:
         """The completions of step `index` and their scores, computed afterwards or, if the recipe wants it, meanwhile.
 
-        With `rollout.unload_during_update` the engine's memory is freed.
+        `with_greedy` also draws the completion of likeliest tokens of each prompt, for `Scores.greedy_P`. With
+        `rollout.unload_during_update` the engine's memory is freed.
         """
         num, epoch = self.cfg.completions_per_prompt, index * self.cfg.prompts_per_step / self.num_prompts
         state = TrainerState(index, self.num_steps, epoch)
@@ -82,19 +85,16 @@ class Rollouts:
                 on_group = None if ahead is None else ahead.add
                 sampling = sampling_params(self.cfg, derive(self.seed, stream, index))
                 groups = self.engine.generate(prompts, num, sampling, on_group=on_group)
+                greedy = self.engine.generate(prompts, 1, replace(sampling, temperature=0)) if with_greedy else []
                 if self.cfg.unload_during_update:
                     self.engine.unload()
             with span("reward"):
-                return groups, self.scorer.score(groups, state=state, ahead=ahead)
-
-    def greedy_rewards(self, prompts: Sequence[Prompt], index: int) -> torch.Tensor:
-        """Reward of the completion of likeliest tokens of each prompt, `[P]`, NaN where it failed."""
-        with span("rollout"):
-            sampling = replace(sampling_params(self.cfg, derive(self.seed, "greedy", index)), temperature=0)
-            groups = self.engine.generate(prompts, 1, sampling)
+                scores = self.scorer.score(groups, state=state, ahead=ahead)
+        if not greedy:
+            return groups, scores
         with span("reward"):
-            scores = self.scorer.score(groups)
-            return scores.total_PG.masked_fill(~scores.valid_PG, math.nan)[:, 0]
+            known = self.scorer.score(greedy, state=state)
+            return groups, replace(scores, greedy_P=known.total_PG.masked_fill(~known.valid_PG, math.nan)[:, 0])
 
     def mean_reward(self, prompts: Sequence[Prompt]) -> Metrics:
         """`eval/reward`: mean reward of one completion of each prompt, with the same noise at every step, if any."""
@@ -160,7 +160,13 @@ class PolicyTask:
                 "prompts.heldout_fraction a share above 0, or prompts.heldout_source a file"
             )
         self.demonstrations: Sequence[LearntSequence] = ()
-        if isinstance(cfg, PtxRecipe) and cfg.ptx.coef > 0:
+        learns_them = isinstance(cfg, PtxRecipe) and cfg.ptx.coef > 0
+        if inputs.demonstrations is not None and not learns_them:
+            raise InputError(
+                f"demonstrations are given, but {cfg.algorithm} would not learn them; set ptx.coef of PPO or GRPO "
+                "above 0, or leave them out"
+            )
+        if learns_them:
             limit = context_length(self.loaded.model)
             given = cfg.demonstrations, tokenizer, cfg.run.seed, inputs.demonstrations
             self.demonstrations = sets.demonstration_sets(*given, max_length=limit).train

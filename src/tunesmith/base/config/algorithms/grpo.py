@@ -82,6 +82,11 @@ class GRPOSection(PolicyLossSection):
                 f"length_penalty is {self.length_penalty:g}, which is added to the sum of rewards, but pass_at is "
                 f"{self.pass_at} and multi_objective_aggregation is {self.multi_objective_aggregation}; set one back"
             )
+        if self.length_penalty and self.baseline == "greedy":
+            raise ValueError(
+                f"length_penalty is {self.length_penalty:g}, which compares the completions of a group, but baseline "
+                "is greedy, a completion that is none of them; set one back"
+            )
         if self.length_penalty and self.scale == "mean":
             raise ValueError(
                 f"length_penalty is {self.length_penalty:g}, which lowers rewards, but scale is mean, which needs "
