@@ -160,16 +160,15 @@ class PolicyTask:
                 "prompts.heldout_fraction a share above 0, or prompts.heldout_source a file"
             )
         self.demonstrations: Sequence[LearntSequence] = ()
-        learns_them = isinstance(cfg, PtxRecipe) and cfg.ptx.coef > 0
-        if inputs.demonstrations is not None and not learns_them:
+        if isinstance(cfg, PtxRecipe) and cfg.ptx.coef > 0:
+            limit = context_length(self.loaded.model)
+            given = cfg.demonstrations, tokenizer, cfg.run.seed, inputs.demonstrations
+            self.demonstrations = sets.demonstration_sets(*given, max_length=limit).train
+        elif inputs.demonstrations is not None:
             raise InputError(
                 f"demonstrations are given, but {cfg.algorithm} would not learn them; set ptx.coef of PPO or GRPO "
                 "above 0, or leave them out"
             )
-        if learns_them:
-            limit = context_length(self.loaded.model)
-            given = cfg.demonstrations, tokenizer, cfg.run.seed, inputs.demonstrations
-            self.demonstrations = sets.demonstration_sets(*given, max_length=limit).train
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
         self._learner, self._rewards = learner, inputs.rewards
 
