@@ -16,10 +16,13 @@ def test_names_kinds_and_defaults_are_pinned(name: str) -> None:
     seen = [(p.name, p.kind.name, None if p.default is p.empty else p.default) for p in parameters]
     prompts = ("prompts", "KEYWORD_ONLY", None)
     policy = [prompts, ("reward", "KEYWORD_ONLY", None)]
+    with_demonstrations = [*policy, ("demonstrations", "KEYWORD_ONLY", None)]
     named = {"reward": "pairs", "dpo": "pairs", "sft": "demonstrations"}
-    data = {"ppo": policy, "best_of_n": policy, "distill": [("teacher", "KEYWORD_ONLY", None), prompts]}.get(
-        name, [(named.get(name, ""), "KEYWORD_ONLY", None)]
-    )
+    data = {
+        "ppo": with_demonstrations,
+        "best_of_n": policy,
+        "distill": [("teacher", "KEYWORD_ONLY", None), prompts],
+    }.get(name, [(named.get(name, ""), "KEYWORD_ONLY", None)])
     assert seen == [
         ("model", "KEYWORD_ONLY", None),
         *data,
