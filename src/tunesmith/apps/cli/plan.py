@@ -150,6 +150,10 @@ def _say(
         f"{cluster.per_node} {cluster.hardware.name}\nlayout    {plan.layout}"
         + (f"; {plan.layout.num_engines} engines of TP {plan.layout.engine_tensor}" if plan.work.draws else "")
     )
+    if plan.layout.num_parts > 1 or plan.layout.shards_weights:
+        output.say(
+            "          of large trainers; Tunesmith's own on GPUs is data parallel: --data-parallel plans that alone"
+        )
     fitted = {
         key: value for name, key in _FITTED.items() if (value := getattr(plan.work, name)) != getattr(given, name)
     }

@@ -45,7 +45,8 @@ BatchT = TypeVar("BatchT", bound=PolicyBatch)
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The completions that a step learns, `learnt_PG`, and the advantage (in PPO: the reward) of each, `[P, G]`.
+    """The completions that a step learns, `learnt_PG`, and the advantage of each, `[P, G]`; in PPO its reward, from
+    which `batch_of` computes the advantages of its tokens.
 
     `figures` are metrics of the choice. `compared_PG` are the completions that it was made from, which a mean over
     completions counts also where they are not learnt; None is all whose reward is known.
@@ -152,9 +153,7 @@ class PolicyStep(PolicyWithKL):
             batch = self.batch_of(sequences, old, reference_logp_BT, advantage_B)
 
         with span("update"):
-            counted_P = (scores.valid_PG if credit.compared_PG is None else credit.compared_PG).sum(dim=1)
-            num_counted = min(int(counted_P.sum()), len(prompts) * int(counted_P.max()))  # not those of further prompts
-            stats = self.update(batch, index, num_counted / len(rows))
+            stats = self.update(batch, index, num_compared(credit, scores, len(prompts)) / len(rows))
         with span("metrics"):
             figures |= {**stats.metrics(), **self.figures(scores, batch, stats)}
             if "objective/kl" in figures:
@@ -290,6 +289,14 @@ class PolicyStep(PolicyWithKL):
             left_out = policy_loss.LeftOut(total(mask_BT), total(is_out_BT))
         loss, stats = policy_loss.policy_loss(tokens, terms, denominator, size.num_tokens)
         return Loss(loss, stats, correction, left_out=left_out)
+
+
+def num_compared(credit: Credit, scores: Scores, num_prompts: int) -> int:
+    """Completions that a mean over completions counts: those that were compared, learnt or not, of as many groups as
+    the step has prompts. Groups that were drawn in place of others (dynamic sampling) do not count again.
+    """
+    compared_P = (scores.valid_PG if credit.compared_PG is None else credit.compared_PG).sum(dim=1)
+    return min(int(compared_P.sum()), num_prompts * int(compared_P.max()))
 
 
 def minibatches(batch: BatchT, section: UpdateSection, seed: int, together: int = 1) -> Iterator[BatchT]:
