@@ -140,20 +140,25 @@ _FITTED = {
 }
 
 
+def _layout(plan: "Plan") -> str:
+    """Model, hardware and layout in words."""
+    shape, cluster, layout = plan.shape, plan.cluster, plan.layout
+    critic = f" + {cluster.critic_nodes} for the critic" if cluster.critic_nodes else ""
+    lines = [
+        f"{shape.num_parameters:,} parameters in {shape.num_layers} layers; on {cluster.nodes}{critic} x "
+        f"{cluster.per_node} {cluster.hardware.name}",
+        f"layout    {layout}" + f"; {layout.num_engines} engines of TP {layout.engine_tensor}" * plan.work.draws,
+    ]
+    if layout.num_parts > 1 or layout.shards_weights:
+        lines.append("          of large trainers; --data-parallel plans what Tunesmith itself trains on GPUs")
+    return "\n".join(lines)
+
+
 def _say(
     plan: "Plan", given: "Workload", changes: Sequence["Change"], calibration: "Calibration", output: Output
 ) -> None:
-    shape, cluster, time = plan.shape, plan.cluster, plan.time
-    critic = f" + {cluster.critic_nodes} for the critic" if cluster.critic_nodes else ""
-    output.say(
-        f"{shape.num_parameters:,} parameters in {shape.num_layers} layers; on {cluster.nodes}{critic} x "
-        f"{cluster.per_node} {cluster.hardware.name}\nlayout    {plan.layout}"
-        + (f"; {plan.layout.num_engines} engines of TP {plan.layout.engine_tensor}" if plan.work.draws else "")
-    )
-    if plan.layout.num_parts > 1 or plan.layout.shards_weights:
-        output.say(
-            "          of large trainers; Tunesmith's own on GPUs is data parallel: --data-parallel plans that alone"
-        )
+    time = plan.time
+    output.say(_layout(plan))
     fitted = {
         key: value for name, key in _FITTED.items() if (value := getattr(plan.work, name)) != getattr(given, name)
     }
