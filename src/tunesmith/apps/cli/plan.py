@@ -195,7 +195,7 @@ def _say(
         )
     output.finish(
         {
-            "num_parameters": shape.num_parameters,
+            "num_parameters": plan.shape.num_parameters,
             "layout": {**asdict(plan.layout), "num_engines": plan.layout.num_engines},
             "settings_to_fit": fitted,
             "memory_gb": plan.memory,
