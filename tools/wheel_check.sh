@@ -127,14 +127,15 @@ fi
 # docs/scale.md: a cluster of this machine, one worker on it.
 if is_wanted ray; then
     environment ray
-    read -r port client < <("$python" -c 'import socket as s; print(*(s.create_server(("", 0)).getsockname()[1] for _ in "12"))')
-    ray/bin/ray start --head --block --num-cpus 2 --port "$port" --ray-client-server-port "$client" \
-        --disable-usage-stats --include-dashboard false --object-store-memory 100000000 --temp-dir "$work/r" >ray.txt 2>&1 &
+    port=$("$python" -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
+    ray/bin/ray start --head --block --num-cpus 2 --port "$port" --disable-usage-stats \
+        --include-dashboard false --object-store-memory 100000000 --temp-dir "$work/r" >ray.txt 2>&1 &
     server=$!
     for _ in $(seq 300); do
         grep -q "Ray runtime started" ray.txt && break
         sleep 0.2
     done
+    grep -q "Ray runtime started" ray.txt || { cat ray.txt; exit 1; }
     tunesmith train grpo "${tiny[@]}" "${drawn[@]}" --scale.workers 1 --scale.address "127.0.0.1:$port"
     kill "$server"
     wait "$server" || true
