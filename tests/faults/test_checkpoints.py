@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_gives_the_same_e
         (["--model.name", "tiny:gpt2"], "model.name: 'tiny:llama' -> 'tiny:gpt2'"),
         (["--rollout.temprature", "0.5"], "did you mean rollout.temperature?"),
         (["--optimizer.learning-rate", "-1"], "optimizer.learning_rate: -1 given; must be greater than"),
-        ([], "was given its prompts as Python objects"),
+        ([], "was given its prompts and rewards as Python objects"),
     ],
 )
 def test_another_recipe_is_refused_with_the_difference_and_nothing_changes(

@@ -106,16 +106,16 @@ def test_threads_that_queue_for_a_lock_wait_for_the_lock_and_not_for_a_service()
 
     def ask(_: int) -> None:
         with lock:
-            time.sleep(0.02)
+            time.sleep(0.1)  # much longer than a lock takes to change hands on a busy machine
 
     def score() -> None:
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(ask, range(40)))
+            list(pool.map(ask, range(24)))
 
     place = place_of(score)
     assert (place["kind"], line_of(place)) == ("lock", "with lock:")
     assert place["threads"] > 4
-    assert (place["others"]["kind"], place["others"]["text"]) == ("sleep", "time.sleep(0.02)")
+    assert place["others"]["kind"] == "sleep" and place["others"]["text"].startswith("time.sleep(0.1)")
 
 
 def test_a_pool_whose_threads_all_wait_for_a_service_does_not_wait_for_a_lock() -> None:

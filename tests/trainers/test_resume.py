@@ -277,7 +277,7 @@ def test_other_data_is_refused(tmp_path: Path, interrupted: Copies) -> None:
     run_dir = interrupted("ppo", tmp_path)
     with pytest.raises(RunError, match=r"the prompts .* changed since its checkpoint"):
         resume(run_dir, inputs=Inputs(prompts=["Another"], rewards=[jobs.noisy]), progress=False)
-    with pytest.raises(RunError, match="was given its prompts as Python objects"):
+    with pytest.raises(RunError, match="was given its prompts and rewards as Python objects"):
         resume(run_dir, progress=False)
 
 
