@@ -37,8 +37,7 @@ class Passes:
     steps each, with `micro_batch_size` rows in a forward and backward pass. `old_policy` and `reference` are forward
     passes of those models before the update, over the rows that are learnt or, with `scores_all`, over all;
     `num_teachers` models compute each row that is learnt, in each epoch. Each update learns `num_demonstrations` rows
-    that were not drawn. A `separate` critic scores all rows, and is
-    trained as the policy is.
+    that were not drawn. A `separate` critic scores all rows, and is trained as the policy is.
     """
 
     num_rows: int

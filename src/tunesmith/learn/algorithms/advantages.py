@@ -142,7 +142,7 @@ def group_relative(
         if greedy_P is None:
             raise InputError("the baseline `greedy` needs the rewards of the greedy completions; give greedy_P")
         baseline_P1 = greedy_P.to(reward_PG)[:, None]
-        varies_P1 = ((reward_PG != baseline_P1) & valid_PG).any(dim=1, keepdim=True)
+        varies_P1 = differs_from(reward_PG, greedy_P, valid_PG)[:, None]
     advantage_PG = kept(reward_PG - baseline_P1, valid_PG & varies_P1)
     gap_PG = advantage_PG if baseline in ("mean", "leave_one_out") else kept(reward_PG - mean_P1, valid_PG & varies_P1)
     std_P1 = ((gap_PG.square().sum(dim=1, keepdim=True)) / (num_P1 - 1).clamp(min=1)).sqrt()
@@ -239,6 +239,11 @@ def rewards_differ(reward_PG: Tensor, valid_PG: Tensor) -> Tensor:
     high_P = reward_PG.masked_fill(~valid_PG, -torch.inf).amax(dim=1)
     low_P = reward_PG.masked_fill(~valid_PG, torch.inf).amin(dim=1)
     return high_P > low_P
+
+
+def differs_from(reward_PG: Tensor, baseline_P: Tensor, valid_PG: Tensor) -> Tensor:
+    """True for each group with a valid reward that is not `baseline_P`, shape `[P]`."""
+    return ((reward_PG != baseline_P.to(reward_PG)[:, None]) & valid_PG).any(dim=1)
 
 
 def highest(score_PG: Tensor, valid_PG: Tensor, num: int) -> Tensor:

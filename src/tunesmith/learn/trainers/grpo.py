@@ -103,7 +103,7 @@ class GRPO(PolicyStep):
         if self.cfg.pass_at > 1:
             return advantages.pass_at(self.cfg.pass_at, scores.total_PG, scores.valid_PG).varies_P
         if scores.greedy_P is not None:
-            return ((scores.total_PG != scores.greedy_P[:, None]) & scores.valid_PG).any(dim=1)
+            return advantages.differs_from(scores.total_PG, scores.greedy_P, scores.valid_PG)
         if self.cfg.multi_objective_aggregation == "sum_then_normalize":
             return advantages.rewards_differ(scores.total_PG, scores.valid_PG)
         differs_P = torch.zeros(len(scores.total_PG), dtype=torch.bool)
