@@ -91,7 +91,7 @@ class Visit:
         context.set_default_timeout(20_000)
         self._contexts.append(context)
         page = self.page(context, server, server.login_url)
-        page.wait_for_url(re.compile("/(vote|runs)"))
+        page.wait_for_url(re.compile(re.escape(server.url) + "/(vote|runs)"))
         page.close()
         return context
 
