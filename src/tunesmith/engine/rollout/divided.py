@@ -8,7 +8,7 @@ from tunesmith.base.core.turns import Turns
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.engine.distributed.ranks import gathered, in_group, share_of, stages
-from tunesmith.engine.rollout.engine import Engine, Functions
+from tunesmith.engine.rollout.engine import Dialogue, Engine, Functions
 
 
 class DividedEngine:
@@ -46,6 +46,10 @@ class DividedEngine:
             drawn = self.inner.generate([prompts[place] for place in own], n, sampling) if own else []
             found = dict(gathered(list(zip(own, drawn, strict=True)), "completions", all_ranks=stages() is None))
         return [found[place] for place in range(len(prompts))]
+
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
+        """See `Engine.converse`. Raises InputError: each rank would have to reply to what the others draw."""
+        raise InputError("conversations are drawn in one process alone; train without --scale.ranks")
 
 
 def _share(prompts: Sequence[Prompt]) -> list[int]:

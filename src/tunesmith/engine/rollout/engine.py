@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Protocol, TypedDict
@@ -45,6 +46,31 @@ OnGroup = Callable[[int, Group], None]
 """Called with (index of the prompt, its group) when all completions of the prompt have ended, in the order in which
 groups end. The engine waits for it, so it must return at once.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The next turn of a conversation: all ids in front of it, and its tokens at most."""
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+
+
+Reply = Future[Continuation | None]
+"""What a turn is continued with, None if it was the last, once that is known."""
+
+OnTurn = Callable[[int, Completion], Reply]
+"""Called with (index of the prompt, the turn) when a turn ends. It must return at once, and its future must end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """How conversations go on: `on_turn` is given each turn, and replies. At most `max_tokens` stand behind the first
+    prompt of a conversation, replies included.
+    """
+
+    on_turn: OnTurn
+    max_tokens: int
 
 
 class Functions(TypedDict, total=False):
@@ -91,6 +117,18 @@ class Engine(Protocol):
         """
         ...
 
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
+        """Draw a conversation of several turns behind each prompt; `dialogue.on_turn` is given all that is drawn.
+        Returns the version of the weights.
+
+        `sampling.max_new_tokens` is of the first turns. Sampled ids are kept: the prompt of a turn begins with those of
+        the turns before it, unless `on_turn` says otherwise. The tokens do not depend on how long a reply takes.
+
+        Raises:
+            As `generate`, and what a reply raises.
+        """
+        ...
+
     def unload(self) -> None:
         """Free cache and packed weights; the next `generate` rebuilds them."""
         ...
@@ -112,7 +150,8 @@ class GenerationInterrupted(KeyboardInterrupt):
 class Request:
     """A checked call of `generate`: `n` completions of each prompt, at most `num_slots` at a time.
 
-    `seed` is the caller's, or a random one; `version` is stamped on the groups.
+    `seed` is the caller's, or a random one; `version` is stamped on the groups. A conversation has at most `max_tokens`
+    behind its prompt; None for a request of single completions.
     """
 
     prompts: Sequence[Prompt]
@@ -124,6 +163,7 @@ class Request:
     vocabulary_size: int
     num_slots: int
     version: int
+    max_tokens: int | None = None
 
     @property
     def num_completions(self) -> int:
@@ -138,25 +178,42 @@ class Request:
     @property
     def longest(self) -> int:
         """Upper bound of the tokens of a sequence."""
-        return max(map(len, self.prompt_ids)) + self.limits.max_new_tokens
+        return max(map(len, self.prompt_ids)) + self.most_behind
+
+    @property
+    def most_behind(self) -> int:
+        """Upper bound of the tokens behind a prompt."""
+        return self.limits.max_new_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the key/value cache with which no completion ever waits for another's."""
         prompt_blocks = blocks_for(max(map(len, self.prompt_ids)))
         # A completion may begin in the middle of a shared block, which it then copies.
-        of_completions = self.num_slots * (blocks_for(self.limits.max_new_tokens) + 2)
-        return min(len(self.prompts), 2 * self.num_slots) * prompt_blocks + of_completions
+        num_held = self.num_slots if self.max_tokens is None else len(self.prompts)  # replies are awaited with blocks
+        of_completions = num_held * (blocks_for(self.most_behind) + 2)
+        return min(len(self.prompts), 2 * num_held) * prompt_blocks + of_completions
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables: a completion's and that of a prompt for each slot, and those of conversations that wait."""
+        return 2 * self.num_slots + (0 if self.max_tokens is None else len(self.prompts))
 
     def open_scheduler(self, cache: KVCache, *, prefill_tokens: int) -> Scheduler:
         """A scheduler of all completions of the request."""
-        scheduler = Scheduler(cache, self.decode, num_slots=self.num_slots, prefill_tokens=prefill_tokens)
+        scheduler = Scheduler(
+            cache,
+            self.decode,
+            num_slots=self.num_slots,
+            prefill_tokens=prefill_tokens,
+            keeps_blocks=self.max_tokens is not None,
+        )
         scheduler.add(PromptRequest(index, ids, self.n, self.limits) for index, ids in enumerate(self.prompt_ids))
         return scheduler
 
     def group(self, index: int, sequences: Iterable[DrawnSequence]) -> Group:
         """The group of prompt `index` with these completions, which have ended."""
-        return Group(self.prompts[index], self.prompt_ids[index], tuple(map(_completion, sequences)), self.version)
+        return Group(self.prompts[index], self.prompt_ids[index], tuple(map(completion_of, sequences)), self.version)
 
     def groups(self, sequences: Iterable[DrawnSequence]) -> list[Group]:
         """One group for each prompt, with those of its completions that are in `sequences`, which have ended."""
@@ -278,7 +335,7 @@ def run_request(request: Request, scheduler: Scheduler, draw: Callable[[], None]
         raise request.interrupted(scheduler.cancel_all()) from interrupt
     finally:
         finished = scheduler.cancel_all()
-    scheduler.usage.record(request.prompt_tokens)
+    scheduler.usage.record(request.prompt_tokens + scheduler.resumed_tokens)
     return request.groups(finished)
 
 
@@ -370,7 +427,8 @@ def check_prompt_lengths(
             raise InputError(f"prompt {prompt.id} holds token id {bad[0]}; ids must lie in [0, {vocabulary_size})")
 
 
-def _completion(sequence: DrawnSequence) -> Completion:
+def completion_of(sequence: DrawnSequence) -> Completion:
+    """The completion that was drawn; `sequence` has ended."""
     assert sequence.finish_reason is not None, "only completions that have ended are returned"
     return Completion(
         tuple(sequence.token_ids),

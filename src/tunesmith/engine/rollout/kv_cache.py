@@ -282,6 +282,27 @@ class KVCache:
             self._rows[table.row, len(table.blocks) - 1] = table.blocks[-1]
         return copy
 
+    def extend(self, table: Table, prompt_ids: Sequence[int]) -> None:
+        """Make `table` that of the longer prompt `prompt_ids`, whose first `table.num_tokens` tokens it has computed.
+
+        The further tokens are left to compute, at least one; computed full blocks can be found from now on, also after
+        the table is freed. No other table may share the block that is partly full.
+
+        Raises:
+            RuntimeError: nothing is left to compute, the sequence gets too long, or there are too few free blocks.
+        """
+        num_computed = table.num_tokens
+        if len(prompt_ids) <= num_computed:
+            raise RuntimeError(f"a table of {num_computed} computed tokens is extended to {len(prompt_ids)}")
+        copy = self.append(table, len(prompt_ids) - num_computed)
+        assert copy is None, "the block that is partly full belongs to this table alone"
+        table.prompt_ids, table.keys = prompt_ids, prompt_keys(prompt_ids)
+        for block, key in zip(table.blocks, table.keys, strict=False):
+            self._pool.name(block, key)
+        table.num_found = num_computed
+        table.num_written = 0  # so that the blocks of earlier turns are marked too
+        self.mark_written(table, num_computed)
+
     def free(self, table: Table) -> None:
         """Release the table's blocks. Computed full blocks of its prompt can be found until they are taken.
 

@@ -5,7 +5,8 @@ Shape legend: R rows that tokens are sampled from, H hidden, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Unpack
 
 import psutil
@@ -24,7 +25,8 @@ from tunesmith.engine.models.fingerprint import Fingerprint, fingerprint, finger
 from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.rollout import weight_check
-from tunesmith.engine.rollout.engine import Callbacks, Functions, Request, make_request, run_request
+from tunesmith.engine.rollout.dialogue import Replies
+from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, Request, make_request, run_request
 from tunesmith.engine.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
 from tunesmith.engine.rollout.runner import Runner, cache_shape, projections, read_in_place
 from tunesmith.engine.rollout.sampler import NoiseKey, Sampler, noise_keys
@@ -132,6 +134,13 @@ class NativeEngine:
         with self._turns:
             return self._generate(prompts, n, sampling, keys, functions)
 
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
+        """See `engine.Engine.converse`. While replies are awaited the other conversations go on; one that waits has no
+        slot, and keeps its blocks of the cache as long as there are others.
+        """
+        with self._turns:
+            return self._generate(prompts, 1, sampling, None, {}, dialogue)[0].weight_version
+
     def _generate(
         self,
         prompts: Sequence[Prompt],
@@ -139,9 +148,14 @@ class NativeEngine:
         sampling: SamplingParams,
         keys: Sequence[NoiseKey] | None,
         functions: Functions,
+        dialogue: Dialogue | None = None,
     ) -> list[Group]:
         version, num_slots = self._weight_version(), self._num_slots
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
+        replies = None
+        if dialogue is not None:
+            request = replace(request, max_tokens=dialogue.max_tokens)
+            replies = Replies(dialogue.on_turn, request.limits)
         with span("load"):
             runner, cache = self._load(request)
         sampler = Sampler(
@@ -154,18 +168,32 @@ class NativeEngine:
         )
         scheduler = request.open_scheduler(cache.tables, prefill_tokens=_PREFILL_TOKENS)
         callbacks = Callbacks(request, **functions)
-        groups = run_request(request, scheduler, lambda: self._draw_all(runner, cache, scheduler, sampler, callbacks))
+        draw = partial(self._draw_all, runner, cache, scheduler, sampler, callbacks, replies)
+        groups = run_request(request, scheduler, draw)
         self._check_unchanged()
         return groups
 
     def _draw_all(
-        self, runner: Runner, cache: _Cache, scheduler: Scheduler, sampler: Sampler, callbacks: Callbacks
+        self,
+        runner: Runner,
+        cache: _Cache,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        callbacks: Callbacks,
+        replies: Replies | None,
     ) -> None:
         """The loop of the engine: plan a step, compute it, sample, take the tokens."""
         storage, block_tables = cache.storage, cache.tables.block_tables
         # The bits of an exact engine do not depend on the number of threads.
         free_threads = self._threads.used if self._is_exact else nullcontext
-        while (plan := scheduler.plan()) is not None:
+        while True:
+            if replies is not None:
+                replies.resume(scheduler, wait=False)
+            plan = scheduler.plan()
+            if plan is None and replies is not None and replies.resume(scheduler, wait=True):
+                continue
+            if plan is None:
+                return
             copy_blocks(storage, plan.copies)
             with span("prefill" if plan.chunks else "decode"), free_threads():
                 output = runner.run(plan, storage, block_tables)
@@ -179,6 +207,8 @@ class NativeEngine:
             ended = scheduler.accept(plan, list(zip(*columns, values, strict=True)))
             sampler.release(ended)
             callbacks.note(plan.drawn, ended)
+            if replies is not None:
+                replies.ask(ended)
 
     def _sample(self, runner: Runner, cache: _Cache, sampler: Sampler, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
         try:
@@ -262,7 +292,7 @@ class NativeEngine:
         if self._kv_cache_mb is not None:
             budget = self._kv_cache_mb * 2**20
         num_blocks = min(request.num_blocks, num_blocks_for(budget, shape, max_tokens=request.longest))
-        num_tables = 2 * request.num_slots
+        num_tables = request.num_tables
         held = self._cache
         if held is None or held.tables.num_blocks < num_blocks or held.tables.max_tables < num_tables:
             self._cache = held = None  # free the old storage first

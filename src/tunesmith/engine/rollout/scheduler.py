@@ -10,6 +10,10 @@ of one call of `add` go before those of the next, and none overtakes, so none st
 There is no preemption. A completion starts only if the cache can hold its maximum length beside all running ones, and a
 prompt only if that holds for one of its completions. So nothing is computed twice and there is no deadlock: if nothing
 runs, the first waiting completion fits.
+
+Conversations (`keeps_blocks`): a completion that ends leaves its slot and keeps its blocks, until `resume` queues the
+next turn, the longer prompt that begins with it, of which the new tokens alone are computed. If blocks are short, those
+that are kept go, the longest kept first; the conversation's next turn computes them again.
 """
 
 import time
@@ -29,7 +33,7 @@ them, if there is a value head."""
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """A prompt with `n` completions. `index` is unique within a scheduler."""
+    """A prompt with `n` completions. `index` is unique within a scheduler, but for further turns of a conversation."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -121,7 +125,15 @@ class Scheduler:
     computed tokens, and independent of the context length. `usage` is of the steps that were accepted.
     """
 
-    def __init__(self, cache: KVCache, decode: Decode, *, num_slots: int = 64, prefill_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        decode: Decode,
+        *,
+        num_slots: int = 64,
+        prefill_tokens: int = 512,
+        keeps_blocks: bool = False,
+    ) -> None:
         self._cache = cache
         self._decode = decode
         self._num_slots = num_slots
@@ -133,9 +145,12 @@ class Scheduler:
         self._running: list[_Running] = []
         self._reserved = 0
         self._num_claimed = 0  # slots that the completions of prompts in prefill will need
+        self._keeps_blocks = keeps_blocks
+        self._kept: dict[int, Table] = {}  # of conversations between two turns, by request, the longest kept first
         self._planned: Plan | None = None
         self._planned_at_s = 0.0
         self.usage = Usage(num_slots, starved_s=0.0)
+        self.resumed_tokens = 0  # of the prompts of `resume`
         self._finished: list[Sequence] = []
 
     @property
@@ -146,6 +161,20 @@ class Scheduler:
     def add(self, requests: Iterable[PromptRequest]) -> None:
         """Queue `requests`, the longest first, after those of earlier calls."""
         self._queue += sorted(requests, key=lambda one: (-one.limits.max_new_tokens, -len(one.prompt_ids), one.index))
+
+    def resume(self, request: PromptRequest) -> None:
+        """Queue the next turn of the conversation `request.index`, before what has not begun: `request.prompt_ids` are
+        all tokens so far and the new ones.
+        """
+        self._queue.appendleft(request)
+        self.resumed_tokens += len(request.prompt_ids)
+        self._is_blocked = False
+
+    def release(self, index: int) -> None:
+        """Free the blocks that are kept for the conversation `index`, if any are."""
+        if (table := self._kept.pop(index, None)) is not None:
+            self._cache.free(table)
+            self._is_blocked = False
 
     def plan(self, max_steps: int = 1) -> Plan | None:
         """The next step; None if every completion has ended. Each plan must be accepted before the next.
@@ -226,6 +255,7 @@ class Scheduler:
         May be called between `plan` and `accept`, which voids the plan. Requests may be added again afterwards.
         """
         tables = [running.table for running in self._running]
+        tables += self._kept.values()
         tables += [group.table for group in (*self._ready, *self._prefilling)]
         gauge("engine slots in use", 0)
         for table in reversed(tables):  # a prompt that shares blocks of one still in prefill is freed first
@@ -234,6 +264,7 @@ class Scheduler:
         self._prefilling.clear()
         self._ready.clear()
         self._running.clear()
+        self._kept.clear()
         self._reserved = self._num_claimed = 0
         self._is_blocked = False
         self._planned = None
@@ -245,7 +276,7 @@ class Scheduler:
             group = self._ready[0]
             is_last = len(group.waiting) == 1
             growth = _growth(group.request, shares_prompt=not is_last)
-            if growth > self._cache.num_free - self._reserved:
+            if not self._has_room(growth):
                 return
             table = group.table if is_last else self._cache.fork(group.table)
             self._running.append(_Running(group.waiting.popleft(), table, growth))
@@ -260,11 +291,22 @@ class Scheduler:
                 return
             request = self._queue[0]
             growth = _growth(request, shares_prompt=request.n > 1)
-            if self._cache.num_needed(request.prompt_ids) + growth > self._cache.num_free - self._reserved:
+            kept = self._kept.pop(request.index, None)
+            if kept is None:
+                num_needed = self._cache.num_needed(request.prompt_ids)
+            else:
+                num_needed = blocks_for(len(request.prompt_ids)) - len(kept.blocks)
+            if not self._has_room(num_needed + growth):
+                if kept is not None:
+                    self._kept[request.index] = kept
                 self._is_blocked = True
                 return
             self._queue.popleft()
-            table = self._cache.allocate(request.prompt_ids)
+            if kept is None:
+                table = self._cache.allocate(request.prompt_ids)
+            else:
+                self._cache.extend(kept, request.prompt_ids)
+                table = kept
             waiting = deque(
                 Sequence(request.index, sample, request.prompt_ids, request.limits, self._decode)
                 for sample in range(request.n)
@@ -272,6 +314,23 @@ class Scheduler:
             self._prefilling.append(_Group(request, table, waiting, table.num_found, growth))
             self._reserved += growth
             self._num_claimed += request.n
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """True if as many blocks are free that no completion reserved; blocks that are kept are freed for it."""
+        while num_blocks > self._cache.num_free - self._reserved:
+            if not self._kept:
+                return False
+            self._cache.free(self._kept.pop(next(iter(self._kept))))
+        return True
+
+    def _end(self, sequence: Sequence, table: Table) -> None:
+        """Free the blocks of a completion that ended, or keep them for its conversation's next turn."""
+        self._is_blocked = False
+        if self._keeps_blocks:
+            table.num_tokens = sequence.position - 1  # the keys of the last token are not computed
+            self._kept[sequence.request] = table
+        else:
+            self._cache.free(table)
 
     def _grow(self, running: _Running, num_tokens: int) -> list[BlockCopy]:
         """Add cache slots for the tokens of this step."""
@@ -307,9 +366,8 @@ class Scheduler:
             if running.sequence.finish_reason is None:
                 going.append(running)
                 continue
-            self._cache.free(running.table)
+            self._end(running.sequence, running.table)
             self._reserved -= running.reserved
-            self._is_blocked = False
         self._running = going
 
     def _open(self, group: _Group) -> None:
@@ -318,11 +376,12 @@ class Scheduler:
         self._reserved -= group.reserved
         self._is_blocked = False
         group.reserved = 0
+        last = group.waiting[-1]
         group.waiting = deque(sequence for sequence in group.waiting if sequence.finish_reason is None)
         if group.waiting:
             self._ready.append(group)
         else:
-            self._cache.free(group.table)
+            self._end(last, group.table)
 
 
 def _growth(request: PromptRequest, *, shares_prompt: bool) -> int:

@@ -30,7 +30,8 @@ from tunesmith.base.core.turns import Turns
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.engine.rollout import sequence
-from tunesmith.engine.rollout.engine import Callbacks, Functions, make_request
+from tunesmith.engine.rollout.dialogue import in_rounds
+from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, make_request
 from tunesmith.engine.rollout.usage import Usage
 
 _FILL = 0
@@ -84,6 +85,10 @@ class TransformersEngine:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
         with self._turns:
             return self._generate(prompts, n, sampling, functions)
+
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
+        """See `engine.Engine.converse`; in rounds."""
+        return in_rounds(lambda asked, own, _: self.generate(asked, 1, own), prompts, sampling, dialogue)
 
     def _generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, functions: Functions

@@ -25,7 +25,8 @@ from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.rollout import weight_check
 from tunesmith.engine.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
 from tunesmith.engine.rollout.device.steps import STEPS_PER_VISIT, Buffers, DeviceSteps
-from tunesmith.engine.rollout.engine import Callbacks, Functions, Request, make_request, run_request
+from tunesmith.engine.rollout.dialogue import in_rounds
+from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, Request, make_request, run_request
 from tunesmith.engine.rollout.kv_cache import (
     BLOCK_TOKENS,
     KVCache,
@@ -105,6 +106,10 @@ class DeviceEngine:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
         with self._turns:
             return self._generate(prompts, n, sampling, functions)
+
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
+        """See `engine.Engine.converse`; in rounds."""
+        return in_rounds(lambda asked, own, _: self.generate(asked, 1, own), prompts, sampling, dialogue)
 
     def _generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, functions: Functions

@@ -22,7 +22,8 @@ from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.models.logprob import token_logps
 from tunesmith.engine.rollout import sequence
-from tunesmith.engine.rollout.engine import Callbacks, Functions, Request, make_request
+from tunesmith.engine.rollout.dialogue import in_rounds
+from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, Request, make_request
 from tunesmith.engine.rollout.remote.connection import (
     VLLM,
     Connection,
@@ -93,6 +94,10 @@ class RemoteEngine:
         """
         with self._turns:
             return self._generate(prompts, n, sampling, functions)
+
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
+        """See `engine.Engine.converse`; in rounds."""
+        return in_rounds(lambda asked, own, _: self.generate(asked, 1, own), prompts, sampling, dialogue)
 
     def _generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, functions: Functions

@@ -18,7 +18,7 @@ from tunesmith.base.core.trace import Trace, count, include, trace
 from tunesmith.base.core.turns import Turns
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams
-from tunesmith.engine.rollout.engine import Engine, Functions, OnGroup
+from tunesmith.engine.rollout.engine import Dialogue, Engine, Functions, OnGroup
 from tunesmith.engine.rollout.workers.engine import Asked, WorkerEngine
 
 Arguments = tuple[Sequence[Prompt], int, SamplingParams]
@@ -90,6 +90,11 @@ class AheadEngine:
             raise InputError("completions that are drawn ahead are not reported one by one; set scale.staleness to 0")
         with self._turns:
             return self._generate(prompts, n, sampling, on_group)
+
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
+        """See `engine.Engine.converse`; by the engine's workers, of the weights as they are now."""
+        with self._turns:
+            return self.inner.converse(prompts, sampling, dialogue)
 
     def _generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_group: OnGroup | None

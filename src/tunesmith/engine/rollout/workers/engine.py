@@ -22,7 +22,8 @@ from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.models.tokenizer import decode_after
 from tunesmith.engine.rollout import weight_check
-from tunesmith.engine.rollout.engine import Callbacks, Functions, GenerationInterrupted, Request, make_request
+from tunesmith.engine.rollout.dialogue import in_rounds
+from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, GenerationInterrupted, Request, make_request
 from tunesmith.engine.rollout.sampler import NoiseKey, noise_keys
 from tunesmith.engine.rollout.workers import weights
 from tunesmith.engine.rollout.workers.actors import RayTransport
@@ -203,9 +204,26 @@ class WorkerEngine:
         with self._turns, self.waiting():
             return self.draw(self.ask(prompts, n, sampling), **functions)
 
-    def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, ahead: bool = False) -> Asked:
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
+        """See `engine.Engine.converse`; in rounds, with the tokens of one process."""
+
+        def draw(asked: Sequence[Prompt], own: SamplingParams, keys: Sequence[NoiseKey] | None) -> list[Group]:
+            return self.draw(self.ask(asked, 1, own, keys=keys))
+
+        with self._turns, self.waiting():
+            return in_rounds(draw, prompts, sampling, dialogue)
+
+    def ask(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        ahead: bool = False,
+        keys: Sequence[NoiseKey] | None = None,
+    ) -> Asked:
         """A request of the weights as they are now, to be drawn once. With `ahead` this can be later, or in another
-        thread, and the model may change meanwhile.
+        thread, and the model may change meanwhile. `keys` have the noise of each prompt, as in the native engine.
         """
         version = self._weight_version()
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, self._num_slots, version)
@@ -214,7 +232,7 @@ class WorkerEngine:
             load = self._publisher.current(tuple(self._open))
             logps = tuple(weight_check.trained_logps(self._decoder).tolist()) if ahead else None
         self._open.append(load)
-        keys = noise_keys(request.prompt_ids, n)
+        keys = keys or noise_keys(request.prompt_ids, n)
         return Asked(
             request,
             replace(sampling, seed=request.seed, stop_token_ids=tuple(sorted(request.limits.stop_ids))),
