@@ -72,7 +72,7 @@ def prompt_text(
 def whole_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: Sequence[Message]) -> str:
     """The template's text of a prompt's messages and an `answer`, with all that it writes behind the last turn."""
     messages = () if isinstance(prompt.content, str) else prompt.content
-    return _rendered(tokenizer, prompt, _joined(messages, answer, is_continued(messages)))
+    return _rendered(tokenizer, prompt, joined(messages, answer, is_continued(messages)))
 
 
 def turn_text(
@@ -92,7 +92,7 @@ def turn_text(
     before = prompt_text(tokenizer, prompt, messages, continues=continues) if messages else ""
     messages = _as_shown(messages, before, answer) if continues else messages
     closing = closing_of(tokenizer)
-    whole = _rendered(tokenizer, prompt, _joined(messages, answer, continues))
+    whole = _rendered(tokenizer, prompt, joined(messages, answer, continues))
     content = answer[-1]["content"]
     if not whole.startswith(before):
         if len(answer) > 1 or any(name not in ("role", "content", "name") for name in answer[0]):
@@ -123,14 +123,14 @@ def turns_text(
     closing, continues = closing_of(tokenizer), is_continued(messages)
     if continues:
         messages = _as_shown(messages, prompt_text(tokenizer, prompt, messages, continues=True), answer)
-    whole = closing.cut(_rendered(tokenizer, prompt, _joined(messages, answer, continues)))
+    whole = closing.cut(_rendered(tokenizer, prompt, joined(messages, answer, continues)))
     spans: list[range] = []
     for place, message in enumerate(answer):
         if message["role"] != "assistant":
             continue
-        earlier = _joined(messages, answer[:place], continues)
+        earlier = joined(messages, answer[:place], continues)
         opened = prompt_text(tokenizer, prompt, earlier, continues=continues and not place) if earlier else ""
-        ended = closing.cut(_rendered(tokenizer, prompt, _joined(messages, answer[: place + 1], continues)))
+        ended = closing.cut(_rendered(tokenizer, prompt, joined(messages, answer[: place + 1], continues)))
         where = (len(messages) + place, len(messages) + len(answer))
         if not whole.startswith(opened):
             raise DataError(_unstable("what comes before", *where))
@@ -152,7 +152,7 @@ def _as_shown(messages: Sequence[Message], prompt: str, answer: Sequence[Message
     return messages if is_whole else (*messages[:-1], {**messages[-1], "content": shown})
 
 
-def _joined(messages: Sequence[Message], answer: Sequence[Message], continues: bool) -> tuple[Message, ...]:
+def joined(messages: Sequence[Message], answer: Sequence[Message], continues: bool) -> tuple[Message, ...]:
     """The conversation of both. An answer that `continues` the last message is one message with it."""
     if not continues or not answer or answer[0]["role"] != "assistant":
         return (*messages, *answer)

@@ -7,9 +7,9 @@ it, as in a rollout. Back again, the text of a completion is that of prompt and 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,6 +26,7 @@ from tunesmith.engine.models.conversation import (
     turns_text,
     whole_text,
 )
+from tunesmith.engine.models.tool_messages import as_template_takes, with_tools
 
 LossOn = Literal["assistant", "last", "all"]
 """The learnt tokens of a demonstration."""
@@ -124,7 +125,7 @@ def encode_as_others(
         ids = encode_pair_side(tokenizer, prompt, completion)
         is_added = ids[-1:] == (tokenizer.eos_token_id,) and not str(completion).endswith(str(tokenizer.eos_token))
         return ids[:-1] if is_added and not ends_text else ids
-    return _encode_rendered(tokenizer, whole_text(tokenizer, prompt, messages_of(completion)))
+    return encode_rendered(tokenizer, whole_text(tokenizer, prompt, messages_of(completion)))
 
 
 def ending_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, tuple[int, ...]]:
@@ -133,7 +134,7 @@ def ending_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, tuple[in
     """
     closing = closing_of(tokenizer)
     tail = closing.text if closing.token_id is None else closing.text[len(closing.kept) :]
-    return closing.token_id, _encode_rendered(tokenizer, tail)
+    return closing.token_id, encode_rendered(tokenizer, tail)
 
 
 def encode_demonstration(
@@ -143,6 +144,7 @@ def encode_demonstration(
 
     `loss_on` is `assistant` (the completion; of messages every assistant turn in it), `last` (the last such turn) or
     `all`. A turn includes the token that closes it. The first token of a sequence has no context and is never learnt.
+    Tools of the row, calls and results that the chat template does not know are said in plain turns (`tool_messages`).
 
     Raises:
         DataError: the template refuses the messages, or the turns cannot be located in its text.
@@ -154,6 +156,7 @@ def encode_demonstration(
         ids = encode_pair_side(tokenizer, prompt, completion)
         return LearntSequence(prompt.id, ids, (range(1 if loss_on == "all" else max(1, num_prompt), len(ids)),))
     before, answer = (() if isinstance(prompt.content, str) else prompt.content), messages_of(completion)
+    prompt, before, answer = _with_tools(tokenizer, prompt, before, answer)
     roles = [message["role"] for message in answer]
     if loss_on == "assistant" and roles.count("assistant") > 1:
         text, spans = turns_text(tokenizer, prompt, before, answer)
@@ -286,7 +289,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int
     content = prompt.content
     if not isinstance(content, str):
         text = prompt_text(tokenizer, prompt, content, continues=is_continued(content))
-        return _encode_rendered(tokenizer, text)
+        return encode_rendered(tokenizer, text)
     bos_id = _special_id(tokenizer.bos_token_id)
     ids = _encode_text(tokenizer, content) if content else ()
     return ids or (() if bos_id is None else (bos_id,))
@@ -306,7 +309,21 @@ def _ids_without_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, co
     if not content:
         return _ended(tokenizer, whole)
     prompt_ids = _prompt_ids(tokenizer, prompt)
-    return _ended(tokenizer, prompt_ids + _continuation(tokenizer, prompt_ids, whole, completion))
+    return _ended(tokenizer, prompt_ids + continuation(tokenizer, prompt_ids, whole, completion))
+
+
+def _with_tools(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, before: tuple[Message, ...], answer: tuple[Message, ...]
+) -> tuple[Prompt, tuple[Message, ...], tuple[Message, ...]]:
+    """Prompt, the messages before an answer, and the answer, as the chat template takes those with tools."""
+    has_tools = "tools" in prompt.columns or any(m["role"] == "tool" or "tool_calls" in m for m in (*before, *answer))
+    if not has_tools or not tokenizer.chat_template:
+        return prompt, before, answer
+    if before:
+        given = with_tools(tokenizer, replace(prompt, content=before))
+        return given, cast(tuple[Message, ...], given.content), as_template_takes(tokenizer, answer)
+    given = with_tools(tokenizer, replace(prompt, content=answer))
+    return replace(given, content=prompt.content), (), cast(tuple[Message, ...], given.content)
 
 
 def _last_turn(
@@ -328,9 +345,9 @@ def _completed(
     continues: bool,
 ) -> Completed:
     turn = turn_text(tokenizer, prompt, messages, answer, continues=continues)
-    prompt_ids = _encode_rendered(tokenizer, turn.prompt)
-    whole = _encode_rendered(tokenizer, turn.prompt + turn.answer)
-    ids = prompt_ids + _continuation(tokenizer, prompt_ids, whole, turn.answer)
+    prompt_ids = encode_rendered(tokenizer, turn.prompt)
+    whole = encode_rendered(tokenizer, turn.prompt + turn.answer)
+    ids = prompt_ids + continuation(tokenizer, prompt_ids, whole, turn.answer)
     return Completed(prompt_ids, _closed(tokenizer, ids)[len(prompt_ids) :], turn.is_verbatim)
 
 
@@ -345,11 +362,11 @@ def _encode_parts(
     place = 0
     for span in spans:
         for end in (span.start, span.stop):
-            num_before, whole = len(ids), _encode_rendered(tokenizer, text[:end])
-            ids += _continuation(tokenizer, ids, whole, text[place:end])
+            num_before, whole = len(ids), encode_rendered(tokenizer, text[:end])
+            ids += continuation(tokenizer, ids, whole, text[place:end])
             place = end
         learnt.append(range(num_before, len(ids)))
-    ids += _continuation(tokenizer, ids, _encode_rendered(tokenizer, text), text[place:])
+    ids += continuation(tokenizer, ids, encode_rendered(tokenizer, text), text[place:])
     closed = _closed(tokenizer, ids)
     if place == len(text) and len(closed) > len(ids):
         learnt[-1] = range(learnt[-1].start, len(closed))  # with the end-of-sequence token, which no template wrote
@@ -372,7 +389,7 @@ def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, .
     last = [str(token) for token in (tokenizer.eos_token, tokenizer.sep_token) if token]
     if not text.startswith(tuple(first)) and not text.endswith(tuple(last)):
         return ids
-    own = _encode_rendered(tokenizer, text)
+    own = encode_rendered(tokenizer, text)
     start = next((at for at in range(len(ids) - len(own) + 1) if ids[at : at + len(own)] == own), None)
     if start is None:
         return ids
@@ -382,12 +399,12 @@ def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, .
     return before + own + after
 
 
-def _encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """The ids of what a chat template wrote, which has its own special tokens."""
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _continuation(
+def continuation(
     tokenizer: PreTrainedTokenizerBase, before: tuple[int, ...], whole: tuple[int, ...], text: str
 ) -> tuple[int, ...]:
     """The ids of `text` behind `before`, of which `whole` are the ids as one text.
@@ -408,9 +425,9 @@ def _by_itself(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[tuple[
     """The ids of `text` alone, then behind short texts, as far as these keep their own ids: there the tokenizer does
     not encode it as the beginning of a text, with a space that it puts first.
     """
-    yield _encode_rendered(tokenizer, text)
+    yield encode_rendered(tokenizer, text)
     for anchor in _ANCHORS:
-        first, both = _encode_rendered(tokenizer, anchor), _encode_rendered(tokenizer, anchor + text)
+        first, both = encode_rendered(tokenizer, anchor), encode_rendered(tokenizer, anchor + text)
         if both[: len(first)] == first:
             yield both[len(first) :]
 
