@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import DataError
+from tunesmith.base.core.seeds import derive, permutation
 from tunesmith.base.schema.records import Judgement, Pair, Prompt, Ranking
 from tunesmith.collect.data.answers import (
     Answer,
@@ -171,3 +172,11 @@ def test_mismatched_completions_depend_on_the_seed_alone() -> None:
 
     assert found(1) == found(1) != found(2)
     assert with_mismatched([AnswerPair("", 0, 1)], AnswerTable(), 9, 0) == []
+
+
+def test_a_mismatched_completion_is_that_of_the_next_row_in_the_circle() -> None:
+    table = AnswerTable()
+    labels = [AnswerLabel("", table.place(Answer((index,), (index,))), True) for index in range(12)]
+    found = [table.answers[label.mismatched].completion_ids[0] for label in with_mismatched(labels, table, 9, seed=3)]
+    order = permutation(derive(3, "mismatched"), 0, 12)
+    assert [found[index] for index in order] == [*order[1:], order[0]]

@@ -3,10 +3,11 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
-Message = Mapping[str, str]
-"""One turn of a conversation: `{"role": "user", "content": "..."}`."""
+Message = Mapping[str, Any]
+"""One turn of a conversation: `{"role": "user", "content": "..."}`. Fields are texts, but for an assistant's
+`tool_calls`: a list of `{"type": "function", "function": {"name": "...", "arguments": {...}}}`, perhaps with `id`."""
 
 Text = str | tuple[Message, ...]
 """Plain text, or a conversation as a tuple of messages."""

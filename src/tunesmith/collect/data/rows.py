@@ -280,6 +280,9 @@ def _as_message(value: object, place: str) -> Message:
         found = f"`{place}` is {kind_of(value)}"
         raise RowError(f'{found}; a message is {{"role": "user", "content": "..."}}', "wrong type")
     fields = cast(Mapping[str, object], value)
+    calls = _tool_calls(fields.get("tool_calls"), place)
+    if calls and fields.get("content") is None:
+        fields = {**fields, "content": ""}  # as OpenAI's services write a turn of calls alone
     for name in ("role", "content"):
         if not isinstance(fields.get(name), str):
             found = kind_of(fields[name]) if name in fields else "missing"
@@ -292,13 +295,39 @@ def _as_message(value: object, place: str) -> Message:
         guess = "user" if role.lower() in _USERS else "assistant" if role.lower() in _ASSISTANTS else guess
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise RowError(f"`{place}`: role {role!r} is unknown, allowed are {', '.join(ROLES)}{hint}")
-    message: dict[str, str] = {}
+    message: dict[str, object] = {}
     for name, item in fields.items():
         if isinstance(item, str):
             message[name] = item
+        elif name == "tool_calls" and calls:
+            message[name] = calls
+        elif name == "tool_calls" and item == []:
+            continue
         elif item is not None:  # exports write null for fields that a message does not use
             raise RowError(f"`{place}`: `{name}` is {kind_of(item)}; only text fields are supported", "wrong type")
     return message
+
+
+def _tool_calls(value: object, place: str) -> list[dict[str, object]]:
+    """The calls of a message, their arguments as objects. Raises RowError for what is no call."""
+    calls: list[dict[str, object]] = []
+    for index, given in enumerate(cast(Sequence[object], value) if isinstance(value, list | tuple) else ()):
+        where = f"`{place}`: `tool_calls[{index}]`"
+        fields = cast(Mapping[str, object], given) if isinstance(given, Mapping) else {}
+        function = cast(Mapping[str, object], fields.get("function", fields))
+        name, arguments = function.get("name"), function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise RowError(f"{where} has arguments that are no JSON ({error})", "wrong type") from error
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            form = '{"function": {"name": "...", "arguments": {...}}}'
+            raise RowError(f"{where} is no call; a call is {form}", "wrong type")
+        own = {"id": fields["id"]} if isinstance(fields.get("id"), str) else {}
+        known = {key: item for key, item in cast(Mapping[str, object], arguments).items() if item is not None}
+        calls.append({**own, "type": "function", "function": {"name": name, "arguments": known}})
+    return calls
 
 
 @dataclass(frozen=True, slots=True)
