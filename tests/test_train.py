@@ -15,7 +15,8 @@ def test_names_kinds_and_defaults_are_pinned(name: str) -> None:
     parameters = inspect.signature(getattr(train, name)).parameters.values()
     seen = [(p.name, p.kind.name, None if p.default is p.empty else p.default) for p in parameters]
     prompts = ("prompts", "KEYWORD_ONLY", None)
-    policy = [prompts, ("reward", "KEYWORD_ONLY", None)]
+    names = ("reward", "tools", "environment_factory")
+    policy = [prompts, *((name, "KEYWORD_ONLY", None) for name in names)]
     with_demonstrations = [*policy, ("demonstrations", "KEYWORD_ONLY", None)]
     named = {"reward": "pairs", "dpo": "pairs", "sft": "demonstrations"}
     data = {

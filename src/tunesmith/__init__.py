@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tunesmith.engine.rollout.workers.engine import Workers
     from tunesmith.learn.algorithms.advantages import group_relative
     from tunesmith.learn.algorithms.policy_loss import policy_loss
+    from tunesmith.learn.environments.contract import ToolResult
     from tunesmith.learn.evaluation.compare import Comparison, Side, compare
     from tunesmith.learn.rewards.scorer import Scorer, Scores
     from tunesmith.learn.trainers.api import Inputs, Learner, StepResult
@@ -77,6 +78,7 @@ __all__ = [
     "StepReport",
     "StepResult",
     "TokenScores",
+    "ToolResult",
     "TunesmithError",
     "VoteReader",
     "VoteStore",
@@ -109,6 +111,7 @@ _NAMES = {
     "tunesmith.base.core.errors": "InputError TunesmithError",
     "tunesmith.collect.data.prompts": "load_prompts",
     "tunesmith.collect.data.vote_files": "write_votes",
+    "tunesmith.learn.environments.contract": "ToolResult",
     "tunesmith.learn.evaluation.compare": "Comparison Side compare",
     "tunesmith.engine.kernels.policy_loss.records": "PolicyTerms PolicyTokens",
     "tunesmith.engine.models.language_model": "LanguageModel language_model",

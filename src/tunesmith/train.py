@@ -10,11 +10,14 @@ signatures.
     print(run.generate("The movie was"))
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunesmith.base.config.load import load_recipe
+from tunesmith.base.config.recipe import ENVIRONMENT_REWARD
+from tunesmith.base.config.sections import RewardSource
 from tunesmith.base.core.errors import InputError
 from tunesmith.collect.data.demonstrations import DemonstrationLike
 from tunesmith.collect.data.prompts import PromptLike
@@ -27,6 +30,7 @@ from tunesmith.learn.trainers.setup import RunResult
 __all__ = ["RunResult", "best_of_n", "distill", "dpo", "grpo", "online_dpo", "ppo", "resume", "reward", "sft"]
 
 Prompts = str | Path | Iterable[PromptLike]
+Tool = Callable[..., Any]
 Rewards = RewardLike | Sequence[RewardLike]
 Rows = str | Path | Iterable[Mapping[str, object]]
 """The name of a source, a list of rows, or a table: a DataFrame, a Dataset, or a mapping of columns."""
@@ -37,6 +41,8 @@ def ppo(
     model: str | None = None,
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
+    tools: Sequence[Tool] | None = None,
+    environment_factory: Callable[[], object] | None = None,
     demonstrations: str | Path | Iterable[DemonstrationLike] | None = None,
     recipe: str | None = None,
     config: str | None = None,
@@ -49,15 +55,18 @@ def ppo(
     `model` is a hub id, folder, GGUF file or alias. `prompts` is a file, a list of texts, message lists or rows, or a
     table: a DataFrame of pandas or polars, a Dataset, or a mapping of columns.
     `reward` is one or several of: a Python function that is called as TRL calls it, `./file.py:name`, a built-in, a
-    reward model's name or folder. `recipe` names a shipped recipe, `config` a YAML file. Every key of the recipe can
+    reward model's name or folder. `tools` are functions that the model may call, and `environment_factory` makes an
+    environment that it talks to, both in TRL's form (docs/environments.md); what the environment gives is a reward
+    beside the others. `recipe` names a shipped recipe, `config` a YAML file. Every key of the recipe can
     be overridden, whole sections as a dict (`rollout={"max_new_tokens": 16}`) or one key by its path
     (`**{"rollout.max_new_tokens": 16}`). `callbacks=[...]` are callbacks of transformers' Trainer (docs/trl.md). With
     `run_id="..."` a run that has this id and a checkpoint is resumed in place of starting one. `demonstrations`, as of
     `sft`, are learnt beside the rewards with the weight `ptx.coef`.
     Raises `tunesmith.base.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
+    inputs = _PolicyInputs(prompts, reward, tools, environment_factory, demonstrations)
     given = {**overrides, "model": model, "run.steps": steps}
-    return _train_policy("ppo", prompts, reward, recipe, config, given, progress, demonstrations)
+    return _train_policy("ppo", inputs, recipe, config, given, progress)
 
 
 def grpo(
@@ -65,6 +74,8 @@ def grpo(
     model: str | None = None,
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
+    tools: Sequence[Tool] | None = None,
+    environment_factory: Callable[[], object] | None = None,
     demonstrations: str | Path | Iterable[DemonstrationLike] | None = None,
     recipe: str | None = None,
     config: str | None = None,
@@ -73,8 +84,9 @@ def grpo(
     **overrides: object,
 ) -> RunResult:
     """Train a policy by GRPO. Arguments, result and errors are those of `ppo`."""
+    inputs = _PolicyInputs(prompts, reward, tools, environment_factory, demonstrations)
     given = {**overrides, "model": model, "run.steps": steps}
-    return _train_policy("grpo", prompts, reward, recipe, config, given, progress, demonstrations)
+    return _train_policy("grpo", inputs, recipe, config, given, progress)
 
 
 def best_of_n(
@@ -82,6 +94,8 @@ def best_of_n(
     model: str | None = None,
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
+    tools: Sequence[Tool] | None = None,
+    environment_factory: Callable[[], object] | None = None,
     recipe: str | None = None,
     config: str | None = None,
     steps: int | None = None,
@@ -89,8 +103,9 @@ def best_of_n(
     **overrides: object,
 ) -> RunResult:
     """Train a policy on the best of n completions by the reward. Arguments, result and errors are those of `ppo`."""
+    inputs = _PolicyInputs(prompts, reward, tools, environment_factory)
     given = {**overrides, "model": model, "run.steps": steps}
-    return _train_policy("best_of_n", prompts, reward, recipe, config, given, progress)
+    return _train_policy("best_of_n", inputs, recipe, config, given, progress)
 
 
 def online_dpo(
@@ -98,6 +113,8 @@ def online_dpo(
     model: str | None = None,
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
+    tools: Sequence[Tool] | None = None,
+    environment_factory: Callable[[], object] | None = None,
     recipe: str | None = None,
     config: str | None = None,
     steps: int | None = None,
@@ -107,8 +124,9 @@ def online_dpo(
     """Train a policy by DPO on pairs of its own completions, which the reward compares. Arguments, result and errors
     are those of `ppo`.
     """
+    inputs = _PolicyInputs(prompts, reward, tools, environment_factory)
     given = {**overrides, "model": model, "run.steps": steps}
-    return _train_policy("online_dpo", prompts, reward, recipe, config, given, progress)
+    return _train_policy("online_dpo", inputs, recipe, config, given, progress)
 
 
 def distill(
@@ -203,6 +221,8 @@ def resume(
     *,
     prompts: Iterable[PromptLike] | None = None,
     reward: Rewards | None = None,
+    tools: Sequence[Tool] | None = None,
+    environment_factory: Callable[[], object] | None = None,
     pairs: Iterable[Mapping[str, object]] | None = None,
     demonstrations: Iterable[DemonstrationLike] | None = None,
     steps: int | None = None,
@@ -211,14 +231,16 @@ def resume(
 ) -> RunResult:
     """Continue the run in the folder `run` from its newest whole checkpoint, exactly as if it had not stopped.
 
-    What the run was given as Python objects (prompts, reward functions, pairs, demonstrations) must be given again.
-    `overrides` may change the learning rate, the number of steps and the logging, and may hold `callbacks` as those of
-    `ppo`; anything else raises `tunesmith.base.core.errors.RunError` with the difference.
+    What the run was given as Python objects (prompts, rewards, tools, an environment, pairs, demonstrations) must be
+    given again. `overrides` may change the learning rate, the number of steps and the logging, and may hold
+    `callbacks` as those of `ppo`; anything else raises `tunesmith.base.core.errors.RunError` with the difference.
     """
     listener, given = _listener({**overrides, "run.steps": steps})
     inputs = Inputs(
         prompts=None if prompts is None else as_rows(prompts, "prompts"),
-        rewards=None if reward is None else reward_list(reward),
+        rewards=_rewards(reward, environment_factory),
+        tools=tools,
+        environment_factory=environment_factory,
         pairs=None if pairs is None else as_rows(pairs, "pairs"),
         demonstrations=None if demonstrations is None else as_rows(demonstrations, "demonstrations"),
     )
@@ -226,24 +248,47 @@ def resume(
     return _resume.resume(Path(run), **told, inputs=inputs, progress=progress, listener=listener)
 
 
+@dataclass(frozen=True, slots=True)
+class _PolicyInputs:
+    """What an algorithm that draws completions may be given from Python."""
+
+    prompts: Prompts | None
+    reward: Rewards | None
+    tools: Sequence[Tool] | None
+    environment_factory: Callable[[], object] | None
+    demonstrations: str | Path | Iterable[DemonstrationLike] | None = None
+
+
 def _train_policy(
     algorithm: str,
-    prompts: Prompts | None,
-    reward: Rewards | None,
+    inputs: _PolicyInputs,
     recipe: str | None,
     config: str | None,
     given: Mapping[str, object],
     progress: bool,
-    demonstrations: object = None,
 ) -> RunResult:
     """Train by an algorithm that draws completions. What is given by name becomes an override."""
-    rewards = None if reward is None else reward_list(reward)
+    rewards = _rewards(inputs.reward, inputs.environment_factory)
     by_name = all(isinstance(item, str) for item in rewards or ())
-    named, rows = _named_or_given(prompts, "prompts")
-    shown, shown_rows = _named_or_given(demonstrations, "demonstrations")
+    named, rows = _named_or_given(inputs.prompts, "prompts")
+    shown, shown_rows = _named_or_given(inputs.demonstrations, "demonstrations")
     given = {**given, "prompts": named, "reward": rewards if by_name else None, "demonstrations": shown}
-    inputs = Inputs(prompts=rows, rewards=None if by_name else rewards, demonstrations=shown_rows)
-    return _train(algorithm, recipe, config, given, inputs, progress)
+    objects = Inputs(
+        prompts=rows,
+        rewards=None if by_name else rewards,
+        demonstrations=shown_rows,
+        tools=inputs.tools,
+        environment_factory=inputs.environment_factory,
+    )
+    return _train(algorithm, recipe, config, given, objects, progress)
+
+
+def _rewards(reward: Rewards | None, environment_factory: object) -> list[RewardLike] | None:
+    """The rewards that are given, and that of the environment, as in TRL; None if none is given."""
+    rewards = [] if reward is None else reward_list(reward)
+    if environment_factory is not None:
+        rewards.append(RewardSource.model_validate(ENVIRONMENT_REWARD))
+    return rewards or None
 
 
 def _train(

@@ -44,6 +44,12 @@ class _PromptsOptions(_TrainOptions):
         UseAppendAction,
         flag("./file.py:function, built-in or reward model; repeatable.", "SOURCE"),
     ] = ()
+    environment: Annotated[
+        str | None, flag("./file.py:Class that the policy talks to over several turns.", "SOURCE")
+    ] = None
+    tools: Annotated[
+        tuple[str, ...], UseAppendAction, flag("./file.py:function that the model may call; repeatable.", "SOURCE")
+    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +115,11 @@ def resolve(algorithm: str, options: _TrainOptions, unknown: Sequence[str]) -> "
 
     data = _data_section(algorithm)
     overrides = parse_overrides(algorithm, unknown)
-    for name in ("model", data, "reward", "level", "steps", "seed", "report_to"):
+    for name in ("model", data, "reward", "environment", "tools", "level", "steps", "seed", "report_to"):
         value = getattr(options, name, None)
         if value not in (None, ()):
             flag = name.replace("_", "-")
-            overrides.put(FLAGS.get(name, name), [*value] if name in ("reward", "report_to") else value, flag)
+            overrides.put(FLAGS.get(name, name), [*value] if name in ("reward", "tools", "report_to") else value, flag)
     if options.skip_bad:
         overrides.put(f"{data}.skip_bad", True, "skip-bad")
     return load_recipe(

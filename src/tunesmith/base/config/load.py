@@ -209,7 +209,12 @@ def origins_of(
     return found
 
 
-FLAGS: Mapping[str, str] = {"steps": "run.steps", "seed": "run.seed", "report_to": "run.report_to"}
+FLAGS: Mapping[str, str] = {
+    "steps": "run.steps",
+    "tools": "environment.tools",
+    "seed": "run.seed",
+    "report_to": "run.report_to",
+}
 """Short flags and the key that each one sets."""
 
 

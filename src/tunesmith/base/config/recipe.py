@@ -3,7 +3,7 @@
 # Fields are frozen, so that a subclass may narrow their type.
 # pyright: reportIncompatibleVariableOverride=false
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ from tunesmith.base.config.policy_sections import KLSection, PtxDemonstrationsSe
 from tunesmith.base.config.scale_sections import SamplingScaleSection, ScaleSection
 from tunesmith.base.config.sections import (
     AlarmsSection,
+    EnvironmentSection,
     ModelSection,
     OptimizerSection,
     PromptsSection,
@@ -100,6 +101,11 @@ class SamplingRecipe(Recipe):
     scale: SamplingScaleSection = SamplingScaleSection()
     alarms: AlarmsSection = AlarmsSection()
 
+    @property
+    def max_completion_tokens(self) -> int:
+        """Tokens behind a prompt at most."""
+        return self.rollout.max_new_tokens
+
     @model_validator(mode="after")
     def _check_scale(self) -> "SamplingRecipe":
         if self.scale.ranks > 1 and self.rollout.backend == "vllm":
@@ -134,10 +140,47 @@ class SamplingRecipe(Recipe):
         return self
 
 
+ENVIRONMENT_REWARD = {"source": "environment", "on_error": "drop"}
+"""What an environment gave; a trajectory that broke has no reward."""
+
+
 class PolicyRecipe(SamplingRecipe):
     """Recipes that sample completions and score them."""
 
     reward: Annotated[tuple[RewardSource, ...], Field(min_length=1)] = (RewardSource(source="sentiment"),)
+    environment: EnvironmentSection = EnvironmentSection()
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Tokens behind a prompt at most: with an environment those of all turns and replies."""
+        if not self.environment.is_given:
+            return self.rollout.max_new_tokens
+        return self.environment.tokens_of(self.rollout.max_new_tokens)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_of_environment(cls, given: Any) -> Any:
+        """An environment's own reward, where the recipe has an environment and names no reward."""
+        if not isinstance(given, dict):
+            return given
+        sections = cast(dict[str, Any], given)
+        environment: Any = sections.get("environment")
+        has_any = isinstance(environment, str)
+        if isinstance(environment, dict):
+            named = cast(dict[str, Any], environment)
+            has_any = bool(named.get("source") or named.get("tools"))
+        return {**sections, "reward": [ENVIRONMENT_REWARD]} if has_any and not sections.get("reward") else sections
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> "PolicyRecipe":
+        if not self.environment.is_given:
+            return self
+        if self.scale.ranks > 1 or self.scale.staleness:
+            raise ValueError(
+                "with an environment completions are drawn by one process, in the step that learns them; set "
+                "scale.ranks to 1 and scale.staleness to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_horizon(self) -> "PolicyRecipe":

@@ -6,7 +6,7 @@ Every default is declared in `base/config/*sections.py` and nowhere else. Sectio
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from tunesmith.base.core.seeds import LARGEST_SEED
 
@@ -374,9 +374,51 @@ class GRPORolloutSection(RolloutSection):
     """Completions of each prompt: the group that is their baseline."""
 
 
+BUILTIN_TOOLS = ("calculator", "search", "python")
+"""Names of the tools that come with Tunesmith (`learn/environments/tools/`)."""
+
+
+class EnvironmentSection(Section):
+    """What the policy talks to over several turns: an environment, tools, or both."""
+
+    SHORTHAND = "source"
+
+    source: str | None = None
+    """Class or function that makes an environment: `./file.py:Env` or `package.module:Env`; or one of another package,
+    such as `textarena:Wordle-v0`."""
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keywords of the class or function."""
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call: `./file.py:name`, `package.module:name`, `calculator`, `search`, `python`."""
+    search_folder: str | None = None
+    """Folder of text files that the tool `search` looks in."""
+    allow_unconfined: bool = False
+    """Let the tool `python` run on a machine that cannot lock it in, with all rights of the run itself."""
+    max_turns: PositiveInt = 8
+    """Turns of the model at most; `rollout.max_new_tokens` is the limit of each."""
+    max_tokens: PositiveInt | None = None
+    """Tokens of all turns and replies at most; null is `max_turns` times those of a turn and of a reply, up to the
+    model's context."""
+    max_reply_tokens: PositiveInt = 256
+    """Longer replies are cut in the middle."""
+    timeout_s: Positive = 60.0
+    """Time limit of each call of the environment."""
+    max_calls: PositiveInt = 64
+    """Calls of environments that may run at a time."""
+
+    @property
+    def is_given(self) -> bool:
+        """True if the policy talks to anything."""
+        return self.source is not None or bool(self.tools)
+
+    def tokens_of(self, max_new_tokens: int) -> int:
+        """Tokens of all turns and replies at most, with turns of `max_new_tokens`."""
+        return self.max_tokens or self.max_turns * (max_new_tokens + self.max_reply_tokens)
+
+
 OnError = Literal["fail", "drop", "zero"]
 
-BUILTIN_REWARDS = ("sentiment", "length", "format", "unique_chars", "overlong", "arithmetic", "gsm8k")
+BUILTIN_REWARDS = ("sentiment", "length", "format", "unique_chars", "overlong", "arithmetic", "gsm8k", "environment")
 """Names of the rewards that come with Tunesmith (`learn/rewards/builtin.py`)."""
 
 

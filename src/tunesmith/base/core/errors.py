@@ -47,6 +47,12 @@ class RewardError(InputError):
     """A reward function cannot be loaded, or returned an invalid score; the message names function and sample."""
 
 
+class EnvironmentFailedError(TunesmithError):
+    """An environment cannot go on: it fails or hangs in every episode. Exit code 2; the last checkpoint is kept."""
+
+    exit_code = 2
+
+
 class RunError(InputError):
     """A run folder is missing, incomplete or already in use."""
 

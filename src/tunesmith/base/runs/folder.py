@@ -44,7 +44,7 @@ MEASURED = (
     *("samples_per_s", "tokens_per_s", "flop_per_s", "mfu", "evaluate/"),
     *("rollout/slots_used", "rollout/tail_s", "rollout/starved_s"),
     *("rollout/decode_steps", "rollout/prefill_tokens", "rollout/shared_tokens"),
-    *("rollout/wait_s", "rollout/worker", "rollout/stolen_leases"),
+    *("environment/reply_", "rollout/wait_s", "rollout/worker", "rollout/stolen_leases"),
     *("check/computed_tokens", "reference/computed_tokens"),
 )
 """Beginnings of the names of metrics that are measured on the machine, or depend on what the process did before, such

@@ -32,7 +32,7 @@ from tunesmith.collect.web.run_index import RunIndex
 from tunesmith.collect.web.watch_data import Cached, Json, WatchData
 from tunesmith.observe.profiling.diagnosis import diagnose, verdict, yaml_value
 from tunesmith.observe.profiling.facts import read_facts
-from tunesmith.observe.reports.text import cut, flatten
+from tunesmith.observe.reports.text import answer_text, cut, flatten
 from tunesmith.observe.reports.views import cause_rows
 
 MAX_OPEN = 64
@@ -196,7 +196,7 @@ def _shown(row: Row) -> Json:
     parts = row.get("rewards")
     return {
         "prompt": cut(row.get("prompt")),
-        "completion": cut(row.get("completion")),
+        "completion": cut(answer_text(row)),
         "reward": number(row.get("reward", row.get("score"))),
         "rewards": flatten(parts) if isinstance(parts, dict) and len(parts) > 1 else [],  # pyright: ignore[reportUnknownArgumentType]
         "finish_reason": str(row.get("finish_reason", "")),

@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.batch.rollout import Completion, Group
 
 T = TypeVar("T")
 
@@ -26,6 +26,20 @@ class FrozenStates:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnTokens:
+    """The turns of trajectories: `index_BT`, int64, counts the turns of a trajectory from 0 (0 too where nothing was
+    drawn); `reward_BT` has what the environment gave for a turn at its last token, float32.
+    """
+
+    index_BT: torch.Tensor
+    reward_BT: torch.Tensor
+
+    def select(self, rows: torch.Tensor, width: int) -> "TurnTokens":
+        """Those of `rows`, in the first `width` columns."""
+        return TurnTokens(self.index_BT[rows, :width], self.reward_BT[rows, :width])
+
+
+@dataclass(frozen=True, slots=True)
 class Sequences:
     """Prompts and completions side by side.
 
@@ -34,6 +48,8 @@ class Sequences:
     `sampled_logp_BT` is the engine's log-prob of each completion token under the distribution that it was drawn from,
     `raw_logp_BT` that under the model itself at the same temperature; `value_BT`, from an engine with a value head, is
     the value of the state before each. All float32, 0 in the padding. Passes begin at `frozen`, if it is there.
+
+    A completion of several `turns` has False in `mask_BT`, and 0 in the others, for tokens that the model did not draw.
     """
 
     ids_BS: torch.Tensor
@@ -44,6 +60,7 @@ class Sequences:
     raw_logp_BT: torch.Tensor
     value_BT: torch.Tensor | None = None
     frozen: FrozenStates | None = None
+    turns: TurnTokens | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -81,10 +98,15 @@ def pack(
 ) -> Sequences:
     """The completions of `groups`, group after group, as right-padded tensors on `device`.
 
-    `rows` are the completions to take, counted over all groups; None takes all.
+    `rows` are the completions to take, counted over all groups; None takes all. A completion of several samples has as
+    many rows, see `completion_of_rows`.
     """
     every = [(group.prompt_token_ids, completion) for group in groups for completion in group.completions]
-    taken = every if rows is None else [every[row] for row in rows]
+    taken = [
+        (sample.prompt_ids or prompt, sample)
+        for prompt, completion in (every if rows is None else [every[row] for row in rows])
+        for sample in completion.samples
+    ]
     prompt_lengths = [len(prompt) for prompt, _ in taken]
     completion_lengths = [len(completion.token_ids) for _, completion in taken]
     ids_BS = _padded([(*prompt, *completion.token_ids) for prompt, completion in taken], pad_id)
@@ -93,6 +115,11 @@ def pack(
     values = [completion.values for _, completion in taken if completion.values is not None]
     value_BT = _padded(values, 0.0).to(device, torch.float32) if len(values) == len(taken) else None
     mask_BT = torch.arange(max(completion_lengths))[None, :] < torch.tensor(completion_lengths)[:, None]
+    turns = None
+    if any(completion.trajectory is not None for _, completion in taken):
+        mask_BT = _padded([completion.is_sampled for _, completion in taken], False)
+        turns = _turns([completion for _, completion in taken], mask_BT.shape[1])
+        turns = TurnTokens(turns.index_BT.to(device), turns.reward_BT.to(device))
     lengths_B = torch.tensor(prompt_lengths) + torch.tensor(completion_lengths)
     return Sequences(
         ids_BS.to(device),
@@ -102,7 +129,29 @@ def pack(
         sampled_logp_BT.to(device, torch.float32),
         raw_logp_BT.to(device, torch.float32),
         value_BT,
+        turns=turns,
     )
+
+
+def completion_of_rows(groups: Sequence[Group], rows: Sequence[int] | None = None) -> list[int]:
+    """The completion, counted over all groups, of each row of `pack(groups, rows=rows)`."""
+    every = [completion for group in groups for completion in group.completions]
+    return [row for row in (range(len(every)) if rows is None else rows) for _ in every[row].samples]
+
+
+def _turns(samples: Sequence[Completion], width: int) -> TurnTokens:
+    """The turns of samples in the order of `Completion.samples`, which ends with the one that knows the earlier."""
+    index_BT = torch.zeros((len(samples), width), dtype=torch.int64)
+    reward_BT = torch.zeros((len(samples), width))
+    offset = 0
+    for row, sample in enumerate(samples):
+        for place, turn in enumerate(sample.trajectory_turns, offset):
+            index_BT[row, turn.start : turn.stop] = place
+            if turn.reward is not None:
+                reward_BT[row, turn.stop - 1] = turn.reward
+        is_last = not sample.is_earlier
+        offset = 0 if is_last else offset + len(sample.trajectory_turns)
+    return TurnTokens(index_BT, reward_BT)
 
 
 def _padded(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
@@ -124,6 +173,7 @@ def select(sequences: Sequences, index_B: Sequence[int]) -> Sequences:
         sequences.raw_logp_BT[rows, :width],
         None if sequences.value_BT is None else sequences.value_BT[rows, :width],
         None if frozen is None else replace(frozen, x_BSH=frozen.x_BSH[rows, :longest]),
+        None if sequences.turns is None else sequences.turns.select(rows, width),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tunesmith.base.schema.records import FinishReason, Prompt
 
@@ -40,6 +41,46 @@ class SamplingParams:
     seed: int | None = None
 
 
+StopReason = Literal[
+    "completed", "tool_ended", "max_turns", "max_tokens", "context_full", "malformed", "time_limit", "error"
+]
+"""Why a trajectory ended: the model gave an answer without a call; the environment or a tool ended it; a limit of turns
+or of tokens; no room in the context; calls that cannot be read, several times in a row; a call of the environment that
+took too long, or raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model said at a time, `completion.token_ids[start:stop]`, and what the environment gave for it.
+
+    `reward` is None where it gave none. `reply_s` is the seconds that the reply took, `num_calls` the tool calls in the
+    turn, of which `num_failed` could not be read, or named no tool.
+    """
+
+    start: int
+    stop: int
+    reward: float | None = None
+    reply_s: float = 0.0
+    num_calls: int = 0
+    num_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A conversation with an environment, of which a completion has the ids.
+
+    `turns` are those of this completion. `messages` follow the prompt: what the model said and what it was answered.
+    `reward` is what the environment gave for the whole and for all turns together; None if something broke, which
+    `error` names.
+    """
+
+    turns: tuple[Turn, ...]
+    messages: tuple[Mapping[str, object], ...]
+    stop_reason: StopReason
+    reward: float | None = None
+    error: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled continuation.
@@ -49,6 +90,11 @@ class Completion:
     computes it. `values[t]` is the value of the state before that token; None without a value head. `finish_reason` is
     "stop" (end-of-sequence id, stop id or stop string) or "length". An end-of-sequence token is the last id and is not
     in `text`. `weight_versions[t]` drew `token_ids[t]`; None if that of the group drew all.
+
+    With a `trajectory`, `token_ids` are those of all turns and of the replies between them, whose log-probs are 0.0;
+    `text` is that of the last turn. Where the chat template writes the history otherwise once a turn follows, another
+    sample begins: `earlier` are the ones before it, each with its own turns, and `prompt_ids` is what stands before
+    this one; None if that is the group's prompt. Those have `is_earlier` set.
     """
 
     token_ids: tuple[int, ...]
@@ -58,6 +104,37 @@ class Completion:
     finish_reason: FinishReason
     values: tuple[float, ...] | None = None
     weight_versions: tuple[int, ...] | None = None
+    trajectory: Trajectory | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    earlier: tuple["Completion", ...] = ()
+    is_earlier: bool = False
+
+    @property
+    def samples(self) -> tuple["Completion", ...]:
+        """The sequences that the trainer learns: one, but for a trajectory whose history was rewritten."""
+        return (*self.earlier, self)
+
+    @property
+    def is_sampled(self) -> tuple[bool, ...]:
+        """For each of `token_ids`, whether the model drew it."""
+        if self.trajectory is None:
+            return (True,) * len(self.token_ids)
+        mask = [False] * len(self.token_ids)
+        for turn in self.trajectory.turns:
+            mask[turn.start : turn.stop] = [True] * (turn.stop - turn.start)
+        return tuple(mask)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model drew, in all samples."""
+        if self.trajectory is None:
+            return len(self.token_ids)
+        return sum(turn.stop - turn.start for one in self.samples for turn in one.trajectory_turns)
+
+    @property
+    def trajectory_turns(self) -> tuple[Turn, ...]:
+        """The turns of this sample; none without a trajectory."""
+        return () if self.trajectory is None else self.trajectory.turns
 
 
 @dataclass(frozen=True, slots=True)

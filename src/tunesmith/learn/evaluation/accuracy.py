@@ -5,18 +5,25 @@ Shape legend: P prompts, G completions per prompt.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from tunesmith.base.core.trace import span
 from tunesmith.base.schema.records import Prompt
 from tunesmith.collect.statistics.intervals import mcnemar
-from tunesmith.engine.batch.rollout import SamplingParams
-from tunesmith.engine.rollout.engine import Engine
+from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.learn.rewards.scorer import Scorer
 
 
+class Draws(Protocol):
+    """Draws `n` completions of each prompt: an engine, or the rollouts of a trainer."""
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> list[Group]:
+        """One group for each prompt."""
+        ...
+
+
 def measure(
-    engine: Engine,
+    drawing: Draws,
     scorer: Scorer,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
@@ -31,8 +38,8 @@ def measure(
     A completion is right if its reward reaches `correct_at`.
     """
     with span("accuracy"):
-        drawn = scorer.score(engine.generate(prompts, num_completions, sampling))
-        best = scorer.score(engine.generate(prompts, 1, replace(sampling, temperature=0.0)))
+        drawn = scorer.score(drawing.generate(prompts, num_completions, sampling))
+        best = scorer.score(drawing.generate(prompts, 1, replace(sampling, temperature=0.0)))
     # A completion whose reward failed has a total of 0, which may reach the bound.
     drawn_PG = drawn.valid_PG & (drawn.total_PG >= correct_at)
     hits = (best.valid_PG & (best.total_PG >= correct_at))[:, 0].int().tolist()

@@ -15,6 +15,7 @@ from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 from tunesmith.base.config.sections import BUILTIN_REWARDS
 from tunesmith.base.core.errors import RewardError
 from tunesmith.base.schema.records import Message, Prompt, Text, Vote, plain_text
+from tunesmith.engine.batch.rollout import Trajectory
 
 RewardFunction = Callable[..., object]
 """`f(prompts=, completions=, completion_ids=, **columns)` -> one float or None for each completion."""
@@ -288,11 +289,24 @@ def _shown(gold: object) -> str:
     return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
 
 
+def environment() -> RewardFunction:
+    """The sum of what an environment gave for the whole trajectory and for its turns; none if something broke."""
+
+    def environment(trajectories: Sequence[Trajectory | None], **_: object) -> list[float | None]:
+        if any(one is None for one in trajectories):
+            raise RewardError(
+                "the reward `environment` is that of an environment, but there is none; set `environment`"
+            )
+        return [None if one is None else one.reward for one in trajectories]
+
+    return environment
+
+
 BUILTINS: Mapping[str, Callable[..., RewardFunction]] = MappingProxyType(
     dict(
         zip(
             BUILTIN_REWARDS,
-            (sentiment, length, match_format, unique_chars, overlong, arithmetic, gsm8k),
+            (sentiment, length, match_format, unique_chars, overlong, arithmetic, gsm8k, environment),
             strict=True,
         )
     )

@@ -366,7 +366,9 @@ def _prompt(sample: Sample) -> object:
 
 
 def _completion(sample: Sample) -> object:
-    text = sample.completion.text
+    text, trajectory = sample.completion.text, sample.completion.trajectory
+    if trajectory is not None:
+        return [own_copy(dict(message)) for message in trajectory.messages]
     return [{"role": "assistant", "content": text}] if sample.prompt.is_conversational else text
 
 
@@ -375,6 +377,7 @@ _PARTS: Mapping[str, Callable[[Sample], object]] = MappingProxyType(
         "prompts": _prompt,
         "completions": _completion,
         "completion_ids": lambda sample: list(sample.completion.token_ids),
+        "trajectories": lambda sample: sample.completion.trajectory,
     }
 )
 """Arguments that every function is offered, and their entry for a sample."""

@@ -25,11 +25,18 @@ _FORMS = "`./file.py:name` or `package.module:name`"
 
 
 def load_function(source: str) -> RewardFunction:
-    """The function that `./file.py:name` or `package.module:name` names.
+    """The function that `./file.py:name` or `package.module:name` names; see `load_named`. Raises RewardError also if
+    the name is not something to call.
+    """
+    return check_callable(load_named(source), source)
+
+
+def load_named(source: str) -> Any:
+    """What `./file.py:name` or `package.module:name` names.
 
     The file or module is executed; its folder, or the current one, is added to the end of the import path as Python
     does for a script. Raises RewardError if it does not exist, fails to import, has no such name (the closest one is
-    suggested), or if the name is not something to call.
+    suggested).
     """
     place, _, name = source.rpartition(":")
     if not place or not name:
@@ -40,7 +47,7 @@ def load_function(source: str) -> RewardFunction:
         if not hasattr(function, part):
             raise RewardError(f"reward {source!r}: {place} has no `{part}`{_suggestion(part, function)}")
         function = getattr(function, part)
-    return check_callable(function, source)
+    return function
 
 
 def file_of(source: str) -> Path | None:

@@ -149,6 +149,10 @@ class Scorer:
         self._worker = Worker("scorer") if while_drawing else None
         self._settler = Settler(self.names, [reward.policy for reward in self._rewards], self.weights)
 
+    def weight_of(self, name: str) -> float:
+        """The weight of the reward `name`; 0 if there is none of this name."""
+        return dict(zip(self.names, self.weights, strict=True)).get(name, 0.0)
+
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise RewardError for a function that needs a column which prompts with `columns` do not have."""
         for reward in self._rewards:

@@ -10,6 +10,9 @@ from tunesmith.base.schema.records import Finding
 _FIRST_STEPS = 3
 """Steps whose mean length and entropy later ones are compared with."""
 
+_MANY = 0.1
+"""Share of broken trajectories that is told."""
+
 Row = Mapping[str, float]
 
 
@@ -61,8 +64,36 @@ def _no_signal(rows: Sequence[Row], section: AlarmsSection) -> str:
     return "in no group do the rewards differ, so nothing was learnt in this step; take easier or harder prompts"
 
 
+def _environment(rows: Sequence[Row], section: AlarmsSection) -> str:
+    """What goes wrong between the policy and its environment; the first of several."""
+    now = rows[-1]
+    if now.get("environment/errors", 0.0) > _MANY:
+        return (
+            f"the environment broke {now['environment/errors']:.0%} of the trajectories of this step (it raised, or "
+            "took longer than environment.timeout_s): their errors stand in samples.jsonl and in the log"
+        )
+    if now.get("environment/failed_calls", 0.0) > 0.5:
+        return (
+            f"{now['environment/failed_calls']:.0%} of the tool calls could not be made: they cannot be read, name no "
+            "tool, or lack arguments; show the model how to call by a few steps of SFT on rows with `tool_calls`"
+        )
+    cut = sum(now.get(f"environment/ended/{reason}", 0.0) for reason in ("max_turns", "max_tokens", "context_full"))
+    if cut > 0.5:
+        return (
+            f"{cut:.0%} of the trajectories ended at a limit before they were done: raise environment.max_turns, "
+            "environment.max_tokens or rollout.max_new_tokens, or shorten replies by environment.max_reply_tokens"
+        )
+    if now.get("environment/samples", 1.0) > 1.0:
+        return (
+            "the chat template writes earlier turns otherwise once a turn follows (reasoning is left out, as a rule), "
+            f"so a trajectory comes to {now['environment/samples']:.1f} sequences to learn: take a template that keeps "
+            "them"
+        )
+    return ""
+
+
 _ALARMS: Mapping[str, Callable[[Sequence[Row], AlarmsSection], str]] = MappingProxyType(
-    {"kl": _kl, "length": _length, "entropy": _entropy, "no_signal": _no_signal}
+    {"kl": _kl, "length": _length, "entropy": _entropy, "no_signal": _no_signal, "environment": _environment}
 )
 """Functions that return the message of a finding if the last row is alarming, else empty text, by its name."""
 

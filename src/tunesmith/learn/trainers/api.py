@@ -158,6 +158,8 @@ class Inputs:
     rewards: Sequence[RewardLike] | None = None
     pairs: Sequence[JudgementLike] | None = None
     demonstrations: Sequence[DemonstrationLike] | None = None
+    tools: Sequence[Callable[..., Any]] | None = None
+    environment_factory: Callable[[], object] | None = None
     heldout_pairs: Sequence[JudgementLike] | None = None
     heldout_demonstrations: Sequence[DemonstrationLike] | None = None
 

@@ -94,7 +94,7 @@ def policy_estimate(
     num_all, num_trained = model.num_parameters(), _num_trained(model)
     num_sequences = passes.num_rows
     micro_batch_size = min(passes.micro_batch_size, num_sequences)
-    width = int(cfg.rollout.max_new_tokens + prompt_tokens)
+    width = int(cfg.max_completion_tokens + prompt_tokens)
     in_batches = cfg.rollout.backend == "transformers"
     num_slots = min(num_sequences, cfg.rollout.batch_size if in_batches else cfg.rollout.num_slots)
     has_own_critic = passes.critic == "separate"
@@ -105,7 +105,7 @@ def policy_estimate(
     work = replace(work, step=work.step + beside)
     weight_bytes = num_all * model.dtype.itemsize
     num_bases = not has_adapters(model)  # models with adapters share one base
-    logit_rows = micro_batch_size * cfg.rollout.max_new_tokens
+    logit_rows = micro_batch_size * cfg.max_completion_tokens
     memory = {
         "weights": weight_bytes * (1 + has_own_critic * num_bases),
         "optimizer": _optimizer_bytes(model, num_trained, cfg) * (1 + has_own_critic),
@@ -137,7 +137,7 @@ def _policy_work(
     `frozen` is the share of a forward pass that is computed once for all passes over a rollout.
     """
     reward_models, teachers = others
-    rollout, num_new = cfg.rollout, cfg.rollout.max_new_tokens
+    rollout, num_new = cfg.rollout, cfg.max_completion_tokens
     rows = Rows(prompt_tokens, num_new, rollout.completions_per_prompt)
     step = work_of_step(passes, rows, num_slots, reward_models, teachers, frozen)
     measured = 1 + reward_models + teachers + (passes.num_teachers > 0)  # the student too

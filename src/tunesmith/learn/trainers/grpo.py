@@ -45,7 +45,7 @@ class GRPO(PolicyStep):
             drawn, scores = self.rollouts.draw(wanted, stream, index, with_greedy=has_greedy)
             groups.extend(drawn)
             parts.append(scores)
-            num_missing -= int(self.differing(self.judged(drawn, scores)).sum())
+            num_missing -= int(self.teaching(self.at_turns(drawn, self.judged(drawn, scores))).sum())
             wanted = list(islice(further, num_missing))
             if not wanted:
                 break
@@ -54,7 +54,7 @@ class GRPO(PolicyStep):
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """Each completion compared with its group, of the groups whose rewards differ."""
         judged = self.judged(groups, scores)
-        differs_P = self.differing(judged)  # by rewards alone: a KL in the reward is no signal of its own
+        differs_P = self.teaching(self.at_turns(groups, judged))  # by rewards alone: a KL in them is no signal
         figures = {
             "frac_reward_zero_std": (~differs_P).float().mean().item(),
             "groups/num_drawn": float(len(groups)),
@@ -63,7 +63,24 @@ class GRPO(PolicyStep):
         learnt_PG = judged.valid_PG & differs_P[:, None] & ~left_out(self.cfg, groups)
         if kl_PG is not None:
             judged = replace(judged, total_PG=judged.total_PG - self.kl.value * kl_PG.to(judged.total_PG))
-        return Credit(learnt_PG, self.compare(judged, lengths(groups)), figures, judged.valid_PG)
+        of_turns = [self.compare(scores, lengths(groups)) for scores in self.at_turns(groups, judged)]
+        advantage_PG = torch.stack(of_turns, dim=-1) if self.cfg.turn_advantages else of_turns[0]
+        return Credit(learnt_PG, advantage_PG, figures, judged.valid_PG)
+
+    def at_turns(self, groups: Sequence[Group], scores: Scores) -> list[Scores]:
+        """What turns are compared by: for each turn `scores` less what was given before it, valid for the trajectories
+        that come to it. Without turn-level advantages, `scores` alone.
+        """
+        if not self.cfg.turn_advantages:
+            return [scores]
+        given_PGK, has_turn_PGK = turn_rewards(groups)
+        before_PGK = self.rollouts.scorer.weight_of("environment") * (given_PGK.cumsum(dim=-1) - given_PGK)
+        return [
+            replace(
+                scores, total_PG=scores.total_PG - before_PGK[..., k], valid_PG=scores.valid_PG & has_turn_PGK[..., k]
+            )
+            for k in range(given_PGK.shape[-1])
+        ]
 
     def compare(self, scores: Scores, length_PG: torch.Tensor) -> torch.Tensor:
         """Advantage of each completion by the rewards of its group, `[P, G]`; only those that are valid take part."""
@@ -98,6 +115,10 @@ class GRPO(PolicyStep):
             total_PG = total_PG + cfg.length_penalty * short_PG
         return replace(scores, valid_PG=valid_PG, total_PG=total_PG)
 
+    def teaching(self, of_turns: Sequence[Scores]) -> torch.Tensor:
+        """True for each group with a gradient, `[P]`: the rewards of one of its turns differ."""
+        return torch.stack([self.differing(scores) for scores in of_turns]).any(dim=0)
+
     def differing(self, scores: Scores) -> torch.Tensor:
         """True for each group with a gradient, `[P]`: its rewards differ, or one of several that are compared alone."""
         if self.cfg.pass_at > 1:
@@ -120,9 +141,22 @@ class GRPO(PolicyStep):
         return {"objective/kl": first.kl_per_sequence, "kl": first.kl_sum / first.num_tokens}
 
 
+def turn_rewards(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(What an environment gave for each turn, 0 where it gave nothing; whether there is such a turn), `[P, G, K]`."""
+    turns = [[[t for s in one.samples for t in s.trajectory_turns] for one in group.completions] for group in groups]
+    most = max(1, *(len(own) for of_group in turns for own in of_group))
+    given_PGK = torch.zeros(len(groups), len(turns[0]), most)
+    has_turn_PGK = torch.zeros(given_PGK.shape, dtype=torch.bool)
+    for p, of_group in enumerate(turns):
+        for g, own in enumerate(of_group):
+            given_PGK[p, g, : len(own)] = torch.tensor([turn.reward or 0.0 for turn in own])
+            has_turn_PGK[p, g, : len(own)] = True
+    return given_PGK, has_turn_PGK
+
+
 def lengths(groups: Sequence[Group]) -> torch.Tensor:
     """Tokens of each completion, `[P, G]`."""
-    return torch.tensor([[len(completion.token_ids) for completion in group.completions] for group in groups])
+    return torch.tensor([[completion.num_sampled for completion in group.completions] for group in groups])
 
 
 def kept_of(scores: Scores, length_PG: torch.Tensor, num: int, by: Keep) -> torch.Tensor:

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
+from typing import get_args
 
 import torch
 
 from tunesmith.base.schema.records import plain_text
 from tunesmith.engine.batch.pack import Sequences
-from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.batch.rollout import Completion, Group, StopReason
 from tunesmith.engine.models.optimizer import StepReport
 from tunesmith.learn.algorithms.direct_loss import DirectStats
 from tunesmith.learn.algorithms.policy_loss import Correction, LeftOut, PolicyStats, importance_metrics
@@ -186,14 +187,20 @@ def completion_metrics(groups: Sequence[Group], learnt: Sequence[int] | None = N
     `learnt` are indices over all groups; None means all.
     """
     completions = [completion for group in groups for completion in group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [completion.num_sampled for completion in completions]
     return {
         "completions/mean_length": mean(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": mean([completion.finish_reason == "length" for completion in completions]),
+        **trajectory_metrics(groups),
         "rollout/unused_tokens": 0.0 if learnt is None else float(sum(lengths) - sum(lengths[row] for row in learnt)),
     }
+
+
+def has_tokens(groups: Sequence[Group]) -> torch.Tensor:
+    """True for completions of which a token was drawn, `[P, G]`: an environment may break before the first turn."""
+    return torch.tensor([[completion.num_sampled > 0 for completion in group.completions] for group in groups])
 
 
 def kl_per_sequence(logp_BT: torch.Tensor, reference_logp_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
@@ -221,14 +228,29 @@ def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit
                 "prompt_id": group.prompt.id,
                 "prompt": plain_text(group.prompt.content),
                 "completion": completion.text,
-                "num_tokens": len(completion.token_ids),
+                "num_tokens": completion.num_sampled,
                 "finish_reason": completion.finish_reason,
                 "weight_version": group.weight_version,
+                **_trajectory_fields(completion),
                 **({} if (versions := completion.weight_versions) is None else {"weight_versions": list(versions)}),
                 **rewards,
             }
         )
     return rows
+
+
+def _trajectory_fields(completion: Completion) -> dict[str, object]:
+    """What was said behind the prompt, each turn of the model with its reward, and why the trajectory ended."""
+    if (trajectory := completion.trajectory) is None:
+        return {}
+    turns = iter([turn for one in completion.samples for turn in one.trajectory_turns])
+    said: list[dict[str, object]] = []
+    for message in trajectory.messages:
+        turn = next(turns, None) if message["role"] == "assistant" else None
+        given = {} if turn is None or turn.reward is None else {"reward": turn.reward}
+        said.append({**message, **given})
+    broke = {} if trajectory.error is None else {"error": trajectory.error}
+    return {"messages": said, "stop_reason": trajectory.stop_reason, **broke}
 
 
 def _as_json(value: object) -> object:
@@ -269,3 +291,28 @@ def summary(metrics: Sequence[Mapping[str, float]], names: Sequence[str] = _SUMM
 def mean(values: Sequence[float]) -> float:
     """The mean of `values`."""
     return sum(values) / len(values)
+
+
+def trajectory_metrics(groups: Sequence[Group]) -> Metrics:
+    """How trajectories went; empty without any. Shares of trajectories by what ended them, turns and calls of each,
+    seconds of a reply, the samples that each came to (more than 1 where the template rewrote the history), and the
+    share of turns that a reward was given for.
+    """
+    found = [one for group in groups for one in group.completions if one.trajectory is not None]
+    if not found:
+        return {}
+    turns = [turn for one in found for sample in one.samples for turn in sample.trajectory_turns]
+    reasons = [one.trajectory.stop_reason for one in found if one.trajectory is not None]
+    num_calls = sum(turn.num_calls for turn in turns)
+    reply_s = [turn.reply_s for turn in turns] or [0.0]
+    return {
+        "environment/turns": len(turns) / len(found),
+        "environment/calls": num_calls / len(found),
+        "environment/failed_calls": sum(turn.num_failed for turn in turns) / max(1, num_calls),
+        "environment/samples": mean([len(one.samples) for one in found]),
+        "environment/rewarded_turns": sum(turn.reward is not None for turn in turns) / max(1, len(turns)),
+        "environment/errors": mean([reason in ("error", "time_limit") for reason in reasons]),
+        **{f"environment/ended/{reason}": mean([one == reason for one in reasons]) for reason in get_args(StopReason)},
+        "environment/reply_mean_s": mean(reply_s),
+        "environment/reply_max_s": max(reply_s),
+    }

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from tunesmith.base.config.policy_sections import KLSection
 from tunesmith.base.core.trace import span
-from tunesmith.engine.batch.pack import FrozenStates, PolicyBatch, Sequences, chunks, pack, select
+from tunesmith.engine.batch.pack import FrozenStates, PolicyBatch, Sequences, chunks, completion_of_rows, pack, select
 from tunesmith.engine.batch.rollout import Group
 from tunesmith.engine.batch.upload import Uploader
 from tunesmith.engine.distributed.ranks import gathered, share_of
@@ -144,4 +144,7 @@ def sequence_kl(
         sequences = setup.sent(pack(groups, pad_id=0), uploader)
         reference_logp_BT = logps(reference, sequences, temperature, micro_batch_size)
         kl_BT = kl.estimate(section.estimator, sequences.raw_logp_BT, reference_logp_BT)
-        return reference_logp_BT, kl.per_sequence(kl_BT, sequences.mask_BT).reshape(len(groups), -1)
+        kl_B = kl.per_sequence(kl_BT, sequences.mask_BT)
+        of_B = torch.tensor(completion_of_rows(groups), device=kl_B.device)
+        num = sum(len(group.completions) for group in groups)
+        return reference_logp_BT, kl_B.new_zeros(num).index_add(0, of_B, kl_B).reshape(len(groups), -1)

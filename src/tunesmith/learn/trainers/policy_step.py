@@ -18,7 +18,7 @@ from tunesmith.base.config.recipe import PolicyRecipe
 from tunesmith.base.core.seeds import derive, permutation
 from tunesmith.base.core.trace import span
 from tunesmith.base.schema.records import Prompt
-from tunesmith.engine.batch.pack import PolicyBatch, Sequences, chunks, pack
+from tunesmith.engine.batch.pack import PolicyBatch, Sequences, chunks, completion_of_rows, pack
 from tunesmith.engine.batch.rollout import Group
 from tunesmith.engine.kernels.masking import check_shapes, total
 from tunesmith.engine.kernels.policy_loss.records import PolicyTokens
@@ -45,8 +45,8 @@ BatchT = TypeVar("BatchT", bound=PolicyBatch)
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The completions that a step learns, `learnt_PG`, and the advantage of each, `[P, G]`; in PPO its reward, from
-    which `batch_of` computes the advantages of its tokens.
+    """The completions that a step learns, `learnt_PG`, and the advantage of each, `[P, G]`, or of each of its turns,
+    `[P, G, K]`; in PPO its reward, from which `batch_of` computes the advantages of its tokens.
 
     `figures` are metrics of the choice. `compared_PG` are the completions that it was made from, which a mean over
     completions counts also where they are not learnt; None is all whose reward is known.
@@ -130,22 +130,27 @@ class PolicyStep(PolicyWithKL):
         reference_logp_BT, kl_PG = self.kl_in_reward(groups)
         with span("advantages"):
             credit = self.credit(groups, scores, kl_PG)
-            found = {"credit.learnt_PG": credit.learnt_PG, "credit.advantage_PG": credit.advantage_PG}
+            advantage_PG = credit.advantage_PG
+            of_completion_PG = advantage_PG if advantage_PG.dim() == 2 else advantage_PG[..., 0]
+            found = {"credit.learnt_PG": credit.learnt_PG, "credit.advantage_PG": of_completion_PG}
             check_shapes(**{"scores.valid_PG": scores.valid_PG, **found})  # an algorithm may be somebody else's
-            rows = torch.nonzero(credit.learnt_PG.flatten()).flatten().tolist()
+            rows = torch.nonzero((credit.learnt_PG & metrics.has_tokens(groups)).flatten()).flatten().tolist()
         with span("metrics"):
             figures = {**scores.metrics(), **credit.figures, **metrics.completion_metrics(groups, rows)}
-            figures["num_tokens"] = float(sum(len(one.token_ids) for group in groups for one in group.completions))
+            figures["num_tokens"] = float(sum(one.num_sampled for group in groups for one in group.completions))
         if not rows:  # nothing to be learnt: in no group do the rewards differ, or all of them failed
             return StepResult({**figures, "updates": 0.0, "refused_steps": 0.0}, None, *rows_of)
 
         with span("pack"):
             sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
-            advantage_B = credit.advantage_PG.flatten()[rows].to(sequences.mask_BT.device)
+            learnt_B = completion_of_rows(groups, rows)  # one of several samples has as many rows
+            advantage_B = advantage_PG.flatten(0, 1)[learnt_B].to(sequences.mask_BT.device)
         sequences = passes.with_frozen_states(self.policy, sequences, size)
         old = self.old_scores(sequences)
         if reference_logp_BT is not None:  # computed for all completions, because it is in their rewards
-            reference_logp_BT = reference_logp_BT[rows, : sequences.mask_BT.shape[1]]
+            learnt = set(rows)
+            computed = [place for place, row in enumerate(completion_of_rows(groups)) if row in learnt]
+            reference_logp_BT = reference_logp_BT[computed, : sequences.mask_BT.shape[1]]
         elif self.reference is not None:
             with span("reference"):
                 reference_logp_BT = passes.logps(self.reference, sequences, temperature, size)
@@ -153,7 +158,7 @@ class PolicyStep(PolicyWithKL):
             batch = self.batch_of(sequences, old, reference_logp_BT, advantage_B)
 
         with span("update"):
-            stats = self.update(batch, index, num_compared(credit, scores, len(prompts)) / len(rows))
+            stats = self.update(batch, index, num_compared(credit, scores, len(prompts)) / len(learnt_B))
         with span("metrics"):
             figures |= {**stats.metrics(), **self.figures(scores, batch, stats)}
             if "objective/kl" in figures:
@@ -241,8 +246,12 @@ class PolicyStep(PolicyWithKL):
         reference_logp_BT: torch.Tensor | None,
         advantage_B: torch.Tensor,
     ) -> PolicyBatch:
-        """The batch of the update: here each token has the advantage of its completion."""
-        return PolicyBatch(sequences, old[0], reference_logp_BT, advantage_B[:, None] * sequences.mask_BT)
+        """The batch of the update: here each token has the advantage of its completion, or of its turn."""
+        of_turn_BK = advantage_B if advantage_B.dim() == 2 else advantage_B[:, None]
+        advantage_BT = of_turn_BK
+        if sequences.turns is not None and advantage_B.dim() == 2:
+            advantage_BT = of_turn_BK.gather(1, sequences.turns.index_BT)
+        return PolicyBatch(sequences, old[0], reference_logp_BT, advantage_BT * sequences.mask_BT)
 
     def forward(self, sequences: Sequences) -> TokenScores:
         """Scores of the completion tokens under the current weights, with gradients."""
@@ -281,7 +290,9 @@ class PolicyStep(PolicyWithKL):
             micro.reference_logp_BT if kl_coef > 0 else None,
             new.entropy_BT if section.entropy_coef > 0 else None,
         )
-        denominator = policy_loss.loss_denominator(section.loss_normalization, mask_BT, size, drawing.max_new_tokens)
+        denominator = policy_loss.loss_denominator(
+            section.loss_normalization, mask_BT, size, self.rollouts.max_completion_tokens
+        )
         terms = policy_loss.terms_of(section, section.kl, kl_coef)
         left_out = None
         if section.leaves_out_tokens:

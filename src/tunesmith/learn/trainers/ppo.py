@@ -114,7 +114,13 @@ class PPO(PolicyStep):
         if value_BT is None:
             value_BT = torch.zeros_like(old_logp_BT)
         kl_BT = kl.estimate(cfg.kl.estimator, old_logp_BT, reference_logp_BT)
-        reward_BT = kl.penalised_reward(advantage_B.to(kl_BT), kl_BT, mask_BT, self.kl_coef_in_reward)
+        score_B, turns = advantage_B.to(kl_BT), sequences.turns
+        if turns is not None:  # what was given for a turn is its own reward, the rest that of the last token
+            turn_reward_BT = self.rollouts.scorer.weight_of("environment") * turns.reward_BT.to(kl_BT)
+            score_B = score_B - turn_reward_BT.sum(dim=1)
+        reward_BT = kl.penalised_reward(score_B, kl_BT, mask_BT, self.kl_coef_in_reward)
+        if turns is not None:
+            reward_BT = reward_BT + turn_reward_BT
         if cfg.whiten_rewards:
             reward_BT = advantages.whiten(reward_BT, mask_BT, shift_mean=False)
         known = reward_BT, value_BT, mask_BT, cfg.gamma

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol, Self, TypeVar
 
@@ -33,11 +34,15 @@ from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, room_for_prompts
 from tunesmith.engine.models.lora import frozen_copy
 from tunesmith.engine.models.optimizer import MasterAdamW
-from tunesmith.engine.rollout.engine import Engine
+from tunesmith.engine.rollout.engine import Engine, OnGroup
 from tunesmith.engine.rollout.factory import engine_for
 from tunesmith.engine.rollout.workers.ahead import Ahead, Arguments
 from tunesmith.learn.algorithms import kl
+from tunesmith.learn.environments.episodes import Conversations
+from tunesmith.learn.environments.packages import rows_of
+from tunesmith.learn.environments.sources import opener
 from tunesmith.learn.evaluation import accuracy
+from tunesmith.learn.rewards.functions import file_of
 from tunesmith.learn.rewards.outcome import TrainerState
 from tunesmith.learn.rewards.scorer import Scorer, Scores
 from tunesmith.learn.trainers import metrics, setup
@@ -63,11 +68,17 @@ class Rollouts:
     seed: int
     num_steps: int
     num_prompts: float = float("inf")
+    conversations: Conversations | None = None
 
     @property
     def is_exact(self) -> bool:
         """True if the engine's log-probs are those of the old policy, so that no forward pass is made for them."""
         return self.engine.is_exact and not self.cfg.recompute_logps
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Tokens behind a prompt at most."""
+        return self.cfg.max_new_tokens if self.conversations is None else self.conversations.max_tokens
 
     def draw(
         self, prompts: Sequence[Prompt], stream: str, index: int, *, with_greedy: bool = False
@@ -84,8 +95,8 @@ class Rollouts:
             with span("rollout"):
                 on_group = None if ahead is None else ahead.add
                 sampling = sampling_params(self.cfg, derive(self.seed, stream, index))
-                groups = self.engine.generate(prompts, num, sampling, on_group=on_group)
-                greedy = self.engine.generate(prompts, 1, replace(sampling, temperature=0)) if with_greedy else []
+                groups = self.generate(prompts, num, sampling, on_group=on_group)
+                greedy = self.generate(prompts, 1, replace(sampling, temperature=0)) if with_greedy else []
                 if self.cfg.unload_during_update:
                     self.engine.unload()
             with span("reward"):
@@ -96,13 +107,21 @@ class Rollouts:
             known = self.scorer.score(greedy, state=state)
             return groups, replace(scores, greedy_P=known.total_PG.masked_fill(~known.valid_PG, math.nan)[:, 0])
 
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, on_group: OnGroup | None = None
+    ) -> list[Group]:
+        """`n` completions of each prompt: of one turn, or trajectories with the environment, if there is one."""
+        if self.conversations is not None:
+            return self.conversations.draw(self.engine, prompts, n, sampling, on_group)
+        return self.engine.generate(prompts, n, sampling, on_group=on_group)
+
     def mean_reward(self, prompts: Sequence[Prompt]) -> Metrics:
         """`eval/reward`: mean reward of one completion of each prompt, with the same noise at every step, if any."""
         if not prompts:
             return {}
         with span("evaluate"):
             sampling = sampling_params(self.cfg, derive(self.seed, "evaluate", 0))
-            return {"eval/reward": self.scorer.score(self.engine.generate(prompts, 1, sampling)).metrics()["reward"]}
+            return {"eval/reward": self.scorer.score(self.generate(prompts, 1, sampling)).metrics()["reward"]}
 
 
 def sampling_params(cfg: RolloutSection, seed: int) -> SamplingParams:
@@ -152,7 +171,8 @@ class PolicyTask:
         self.num_steps = cfg.run.steps or 100
         self.loaded = load_policy(cfg.model, device=device)
         tokenizer, max_length = self.loaded.tokenizer, room_for_prompts(self.loaded.model, cfg.rollout.max_new_tokens)
-        self.data = sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed, inputs.prompts, max_length=max_length)
+        given = rows_of(cfg.prompts.source, cfg.environment.arguments) if inputs.prompts is None else inputs.prompts
+        self.data = sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed, given, max_length=max_length)
         self._evaluation = getattr(cfg, "evaluation", EvaluationSection())
         if self._evaluation.correct_at is not None and not self.data.heldout:
             raise DataError(
@@ -171,6 +191,8 @@ class PolicyTask:
             )
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
         self._learner, self._rewards = learner, inputs.rewards
+        tools, factory = inputs.tools or (), inputs.environment_factory
+        self._open_episode = opener(cfg.environment, tools=tools, environment_factory=factory)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -217,7 +239,24 @@ class PolicyTask:
         tokenizer, scale = self.loaded.tokenizer, self.cfg.scale
         ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of, scale.swap_tokens)
         engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, value_head, scale, ahead)
-        return Rollouts(engine, self.scorer, self.cfg.rollout, self.cfg.run.seed, self.num_steps, len(self.data.train))
+        conversations = None
+        if self._open_episode is not None:
+            conversations = Conversations(
+                self._open_episode,
+                tokenizer,
+                self.cfg.environment,
+                max_new_tokens=self.cfg.rollout.max_new_tokens,
+                context=context_length(self.loaded.model),
+            )
+        return Rollouts(
+            engine,
+            self.scorer,
+            self.cfg.rollout,
+            self.cfg.run.seed,
+            self.num_steps,
+            len(self.data.train),
+            conversations,
+        )
 
     def prepare(self, learner: PolicyLearner, progress: bool) -> dict[str, str]:
         """Hashes of the model, the prompts and the rewards. A reward function is hashed by its file, or by its source
@@ -234,9 +273,20 @@ class PolicyTask:
             **({"the demonstrations": fingerprint_of_rows(self.demonstrations)} if self.demonstrations else {}),
             "the rewards": ", ".join(self.scorer.names),
             **{f"the reward function {name}": code for name, code in self.scorer.functions.items()},
+            **{
+                f"the environment's file {place}": fingerprint_of_file(file)
+                for place, file in self._environment_files()
+            },
             **{f"the reward's file {place}": fingerprint_of_file(file) for place, file in files},
             **{f"the reward model {name}": fingerprint_of_tensors(model) for name, model in models},
         }
+
+    def _environment_files(self) -> list[tuple[str, Path]]:
+        """The files that the recipe's environment and tools come from."""
+        section = self.cfg.environment
+        named = [one for one in (section.source, *section.tools) if one is not None and ":" in one]
+        files = [(source, file_of(source)) for source in named]
+        return [(source, file) for source, file in files if file is not None]
 
     def estimate(self) -> Estimate:
         """Memory and work of a run."""
@@ -271,7 +321,7 @@ class PolicyTask:
         # Drawn evenly, because rows are often sorted by difficulty.
         order = permutation(derive(self.cfg.run.seed, "accuracy"), 0, len(self.data.heldout))
         return accuracy.measure(
-            learner.rollouts.engine,
+            learner.rollouts,
             self.scorer,
             [self.data.heldout[i] for i in sorted(order[: section.num_prompts])],
             sampling_params(self.cfg.rollout, derive(self.cfg.run.seed, f"accuracy {when}", 0)),

@@ -102,7 +102,7 @@ def workload_of(recipe: Recipe, prompt_tokens: float, mean_new_tokens: float | N
         **shared,
         prompts=rollout.prompts_per_step,
         completions=passes.num_rows // rollout.prompts_per_step,
-        new_tokens=rollout.max_new_tokens,
-        mean_new_tokens=mean_new_tokens or max(1.0, rollout.max_new_tokens / 2),
+        new_tokens=recipe.max_completion_tokens,
+        mean_new_tokens=mean_new_tokens or max(1.0, recipe.max_completion_tokens / 2),
         slots=rollout.num_slots if rollout.backend != "transformers" else rollout.batch_size,
     )

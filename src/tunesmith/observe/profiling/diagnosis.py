@@ -83,6 +83,7 @@ def _concerns(rule: Rule, facts: Facts) -> bool:
         "all": True,
         "sampling": "recipe.rollout.backend" in facts.values,
         "rewards": "recipe.reward" in facts.values,
+        "environments": "environment/turns" in facts.values,
         "groups": "recipe.grpo.kl.coef" in facts.values,
         "cpu": not is_on_gpu,
         "gpu": is_on_gpu,

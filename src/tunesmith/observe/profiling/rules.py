@@ -13,9 +13,9 @@ from tunesmith.observe.profiling.savings import computing, drawing, waiting
 from tunesmith.observe.profiling.savings.saving import Saving
 from tunesmith.observe.profiling.waits import Kind
 
-Scope = Literal["all", "sampling", "rewards", "groups", "cpu", "gpu"]
-"""Runs that a rule is for: all; those that draw completions; those that score them too; those that compare groups of
-them; on a CPU; on a GPU."""
+Scope = Literal["all", "sampling", "rewards", "environments", "groups", "cpu", "gpu"]
+"""Runs that a rule is for: all; those that draw completions; those that score them too; those that talk to an
+environment; those that compare groups of completions; on a CPU; on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +227,16 @@ RULES: tuple[Rule, ...] = (
         settings={"rollout.max_new_tokens": drawing.length_limit},
         saving=drawing.long_tail,
         scope="sampling",
+    ),
+    Rule(
+        name="slow_tools",
+        symptom="The engine has nothing to draw while all trajectories wait for their tools.",
+        needs=("time/rollout/reply_s", "environment/reply_mean_s", "environment/reply_max_s"),
+        evidence="{time/rollout/reply_s:.3g} s of {time/step_s:.3g} s without a trajectory to draw; a reply takes "
+        "{environment/reply_mean_s:.3g} s on average, the slowest {environment/reply_max_s:.3g} s",
+        advice=waiting.for_tools,
+        saving=waiting.slow_tools,
+        scope="environments",
     ),
     Rule(
         name="cache_starved",

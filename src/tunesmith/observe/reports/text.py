@@ -1,5 +1,6 @@
 """Numbers and names as a reader wants to see them."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,6 +100,30 @@ def prompt_text(content: Any) -> str:
     if isinstance(content, list | tuple):
         return "\n".join(_message(message) for message in content)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return "" if content is None else str(content)
+
+
+def answer_text(sample: Facts) -> str:
+    """The completion of a sample; of a trajectory every turn, its calls and what it was rewarded with."""
+    if not isinstance(sample.get("messages"), list):
+        return prompt_text(sample.get("completion"))
+    messages: list[Any] = sample["messages"]
+    lines = [_turn(message) for message in messages]
+    reason, error = sample.get("stop_reason"), sample.get("error")
+    if reason:
+        lines.append(f"[ended: {reason}{f', {error}' if error else ''}]")
+    return "\n".join(lines)
+
+
+def _turn(message: Any) -> str:
+    if not isinstance(message, Mapping):
+        return str(message)
+    fields: Mapping[str, Any] = message  # pyright: ignore[reportUnknownVariableType]
+    calls: list[Any] = fields.get("tool_calls") or []
+    named: list[Facts] = [call.get("function", call) for call in calls if isinstance(call, Mapping)]  # pyright: ignore[reportUnknownMemberType]
+    written = [f"{one.get('name')}({json.dumps(one.get('arguments'), ensure_ascii=False)})" for one in named]
+    given = number(fields.get("reward"))
+    rewarded = [] if given is None else [f"[reward {given:g}]"]
+    return " ".join(part for part in (_message(fields), *written, *rewarded) if part)
 
 
 def _message(message: Any) -> str:

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from tunesmith.base.runs.listing import number
 from tunesmith.observe.profiling.diagnosis import Diagnosis, setting_lines
 from tunesmith.observe.reports.figures import evenly
-from tunesmith.observe.reports.text import UNKNOWN, Facts, cut, decimal, duration, p_value, percent, prompt_text, score
+from tunesmith.observe.reports.text import (
+    UNKNOWN,
+    Facts,
+    answer_text,
+    cut,
+    decimal,
+    duration,
+    p_value,
+    percent,
+    prompt_text,
+    score,
+)
 
 MAX_PROMPTS = 60
 """Prompts whose samples a page shows; the JSONL has them all."""
@@ -159,7 +170,7 @@ def _step_sample(row: Facts) -> tuple[str, bool, ScoredText]:
     return (
         cut(row.get("prompt"), 1_000),
         isinstance(row.get("prompt"), str),
-        ScoredText(cut(row.get("completion")), score(value)),
+        ScoredText(cut(answer_text(row)), score(value)),
     )
 
 

@@ -54,6 +54,9 @@ class GRPOSection(PolicyLossSection):
     """Keep the shortest ones, or those with the highest reward per token, for rewards of 0 or more."""
     length_penalty: NonNegative = 0.0
     """Weight of a reward for short completions, relative to the others of the group (Kimi k1.5); 0 is off."""
+    turn_advantages: bool = False
+    """Compare the turns of trajectories: each by what was given from it on, with those of the same place in the group
+    (MT-GRPO, Zeng et al. 2025, arXiv 2505.11821)."""
     dynamic_sampling: NonNegativeInt = 0
     """Rounds of further prompts in a step, in place of groups with equal rewards (DAPO); 0 is off."""
     mask_truncated_completions: bool = False
@@ -71,6 +74,14 @@ class GRPOSection(PolicyLossSection):
             raise ValueError(
                 f"scale is {self.scale}, but baseline is greedy, which may differ from a group whose rewards are all "
                 "equal, so nothing to divide by; set scale: none"
+            )
+        if self.turn_advantages and (
+            self.baseline == "greedy" or self.pass_at > 1 or self.multi_objective_aggregation == "normalize_then_sum"
+        ):
+            raise ValueError(
+                "turn_advantages compares turns by one sum of rewards with the group's mean, but baseline is "
+                f"{self.baseline}, pass_at is {self.pass_at} and multi_objective_aggregation is "
+                f"{self.multi_objective_aggregation}; set them back"
             )
         if self.scale == "mean" and self.kl.place == "reward" and self.kl.coef > 0:
             raise ValueError(

@@ -75,6 +75,21 @@ def reward_not_overlapped(f: Facts) -> Saving | None:
     return around(early * waited * min(f.stage_s("reward"), f.stage_s("rollout")), 0.5, 1.3)
 
 
+def slow_tools(f: Facts) -> Saving | None:
+    """The time in which the engine had nothing to draw goes, as far as replies come sooner or others are drawn."""
+    return around(f.stage_s("rollout/reply"), 0.5, 1.0)
+
+
+def for_tools(f: Facts) -> str:
+    """What makes replies sooner: fewer stragglers, more calls at a time, or more trajectories to go on with."""
+    mean_s, longest_s = f.number("environment/reply_mean_s"), f.number("environment/reply_max_s")
+    if longest_s > 5 * mean_s:
+        return "a few replies are much slower than the others: cache what they look up, or lower environment.timeout_s"
+    if num_completions(f) > f.number("recipe.environment.max_calls"):
+        return "more calls wait than may run at a time: raise environment.max_calls"
+    return "draw more trajectories in a step, so that others go on meanwhile, or make the tools faster"
+
+
 def _waits(f: Facts) -> bool:
     """True if the reward waits for something else than a core, most of the time."""
     can_run = running_share(f) if "cpu/run_delay_s" in f.values else 1.0

@@ -1,0 +1,406 @@
+"""Trajectories: conversations of a policy with its environments, as one sequence of ids each.
+
+Ids that were drawn are kept as they are; only new messages are turned into ids, as the text that the chat template adds
+behind the turn. `Conversations.draw` is the whole of it: it opens an episode for each completion, lets the engine draw
+the turns, replies to each in a thread of its own, and returns groups as `Engine.generate` does.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tunesmith.base.config.sections import EnvironmentSection
+from tunesmith.base.core.errors import DataError, EnvironmentFailedError, InputError
+from tunesmith.base.core.log import get_logger
+from tunesmith.base.core.seeds import derive
+from tunesmith.base.schema.records import Message, Prompt
+from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams, StopReason, Trajectory, Turn
+from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
+from tunesmith.engine.models.tokenizer import encode_prompt
+from tunesmith.engine.models.tool_messages import as_template_takes, with_tools
+from tunesmith.engine.models.turns import Answer, call_ends, next_turn, parse_answer
+from tunesmith.engine.rollout.engine import Continuation, Dialogue, Engine
+from tunesmith.learn.environments.calls import Calls, TimeLimitError
+from tunesmith.learn.environments.contract import Call, Episode, Reply, Said
+
+_log = get_logger(__name__)
+
+MOST_MALFORMED = 3
+"""A trajectory ends after as many turns in a row whose calls cannot be read."""
+
+Open = Callable[[Calls], Episode]
+"""Makes an episode; its coroutines and calls run by the given `Calls`."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sequence of ids while it grows: those in front of it, and behind them what was drawn and replied."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list[int])
+    logps: list[float] = field(default_factory=list[float])
+    raw_logps: list[float] = field(default_factory=list[float])
+    values: list[float] = field(default_factory=list[float])
+    turns: list[Turn] = field(default_factory=list[Turn])
+
+    def add_turn(self, turn: Completion) -> None:
+        """Append what was drawn."""
+        start = len(self.token_ids)
+        self.token_ids += turn.token_ids
+        self.logps += turn.logps
+        self.raw_logps += turn.raw_logps
+        self.values += turn.values or ()
+        self.turns.append(Turn(start, len(self.token_ids)))
+
+    def add_reply(self, ids: Sequence[int], *, has_values: bool) -> None:
+        """Append ids that nobody drew."""
+        zeros = [0.0] * len(ids)
+        self.token_ids += ids
+        self.logps += zeros
+        self.raw_logps += zeros
+        self.values += zeros if has_values else ()
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """A trajectory while it is drawn."""
+
+    prompt: Prompt
+    messages: list[Message]
+    num_before: int
+    sample: _Sample
+    earlier: list[_Sample] = field(default_factory=list[_Sample])
+    episode: Episode | None = None
+    num_turns: int = 0
+    num_malformed: int = 0
+    last: Completion | None = None
+    reason: StopReason | None = None
+    reward: float | None = None
+    error: str | None = None
+
+
+class Conversations:
+    """Draws trajectories with episodes that `open_episode` makes; an episode is used again for another trajectory,
+    unless something broke in it.
+
+    Raises:
+        InputError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        open_episode: Open,
+        tokenizer: PreTrainedTokenizerBase,
+        section: EnvironmentSection,
+        *,
+        max_new_tokens: int,
+        context: int | None,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise InputError(
+                "an environment talks in messages, but the tokenizer has no chat template; take an instruction-tuned "
+                "model"
+            )
+        self._open = open_episode
+        self._tokenizer = tokenizer
+        self._section = section
+        self._context = context or 1_000_000
+        self._max_new_tokens = max_new_tokens
+        self.max_tokens = section.tokens_of(max_new_tokens)
+        self._calls = Calls(section.timeout_s)
+        self._idle: list[Episode] = []
+        self._lock = threading.Lock()
+        self._said_errors: set[str] = set()
+
+    def draw(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        on_group: Callable[[int, Group], None] | None = None,
+    ) -> list[Group]:
+        """`n` trajectories behind each prompt, as one group each.
+
+        The episodes of a prompt begin with the same seed, a function of that of `sampling` and of the prompt.
+
+        Raises:
+            InputError: a prompt does not fit the context.
+            EnvironmentFailedError: every trajectory broke.
+        """
+        with ThreadPoolExecutor(self._section.max_calls, thread_name_prefix="tunesmith-turn") as pool:
+            seeds = [derive(sampling.seed or 0, "environment", prompt.id) for prompt in prompts]
+            rows = [row for row in zip(prompts, seeds, strict=True) for _ in range(n)]
+            states = list(pool.map(lambda row: self._begin(*row), rows))
+            try:
+                version = self._converse(engine, states, sampling, pool)
+                self._check(states)
+            finally:
+                for state in states:
+                    self._give_back(state)
+        groups: list[Group] = []
+        for index, prompt in enumerate(prompts):
+            own = states[index * n : (index + 1) * n]
+            front = own[0].sample if not own[0].earlier else own[0].earlier[0]
+            completions = tuple(_completion(state, front.prompt_ids) for state in own)
+            groups.append(Group(prompt, front.prompt_ids, completions, version))
+            if on_group is not None:
+                on_group(index, groups[-1])
+        return groups
+
+    def _converse(
+        self, engine: Engine, states: Sequence[_State], sampling: SamplingParams, pool: ThreadPoolExecutor
+    ) -> int:
+        """Draw all turns; returns the version of the weights."""
+        going = [state for state in states if state.reason is None]
+        if not going:
+            self._check(states)
+        longest = max(len(state.sample.prompt_ids) for state in going)
+        max_tokens = min(self.max_tokens, self._context - longest)
+        if max_tokens < 1:
+            raise InputError(
+                f"a prompt has {longest} tokens, and the model's context of {self._context} leaves no room behind it; "
+                "shorten the prompts or the descriptions of the tools"
+            )
+        sampling = replace(
+            sampling,
+            max_new_tokens=min(self._max_new_tokens, max_tokens),
+            min_new_tokens=min(sampling.min_new_tokens, max_tokens),
+            stop_token_ids=(*sampling.stop_token_ids, *call_ends(self._tokenizer)),
+        )
+
+        def on_turn(index: int, turn: Completion) -> Future[Continuation | None]:
+            return pool.submit(self._reply, going[index], turn, max_tokens)
+
+        fronts = [replace(state.prompt, token_ids=state.sample.prompt_ids) for state in going]
+        return engine.converse(fronts, sampling, Dialogue(on_turn, max_tokens))
+
+    def _begin(self, prompt: Prompt, seed: int) -> _State:
+        """The trajectory before its first turn, in an episode that has begun."""
+        content = prompt.content
+        given: tuple[Message, ...] = ({"role": "user", "content": content},) if isinstance(content, str) else content
+        state = _State(prompt, list(given), len(given), _Sample(()))
+        state.episode = self._take()
+        row = {**prompt.columns, "prompt": [dict(message) for message in given], "seed": seed}
+        opening = self._guarded(state, lambda episode: episode.reset(row))
+        if isinstance(opening, str) and opening:
+            state.messages = [*given[:-1], {**given[-1], "content": f"{given[-1]['content']}{opening}"}]
+        elif opening is not None and not isinstance(opening, str):
+            state.messages = list(opening)
+        tools = [] if state.episode is None else list(state.episode.tools)
+        columns = {**prompt.columns, "tools": tools} if tools else prompt.columns
+        content: Any = tuple(state.messages)
+        state.prompt = with_tools(self._tokenizer, replace(prompt, content=content, columns=columns, token_ids=None))
+        state.messages = list(state.prompt.content)  # type: ignore[arg-type]
+        state.num_before = len(state.messages)
+        state.sample = _Sample(encode_prompt(self._tokenizer, state.prompt))
+        return state
+
+    def _reply(self, state: _State, turn: Completion, max_tokens: int) -> Continuation | None:
+        """What a turn is continued with; None if the trajectory ended."""
+        sample = state.sample
+        state.last, state.num_turns = turn, state.num_turns + 1
+        front = (*sample.prompt_ids, *sample.token_ids)
+        sample.add_turn(turn)
+        tools: Any = state.prompt.columns.get("tools") or (state.episode.tools if state.episode else ())
+        answer = parse_answer(self._tokenizer, front, turn.token_ids, tools, stop_ids=_ended_by(turn))
+        begun_s = time.perf_counter()
+        reply: Reply | None = self._guarded(state, lambda episode: _checked(episode.step(_said(turn, answer))))
+        reply_s = time.perf_counter() - begun_s
+        before = tuple(state.messages)
+        state.messages.append(answer.message)
+        if reply is None:
+            return self._end(state)
+        num_failed = reply.num_failed
+        sample.turns[-1] = replace(
+            sample.turns[-1],
+            reward=reply.reward,
+            reply_s=reply_s,
+            num_calls=len(answer.calls) + (answer.malformed is not None),
+            num_failed=num_failed,
+        )
+        state.num_malformed = state.num_malformed + 1 if answer.malformed is not None else 0
+        if reply.messages:
+            reply = replace(reply, messages=tuple(map(self._cut, reply.messages)))
+        state.reason = self._reason(state, turn, reply)
+        if state.reason is not None:
+            state.messages += reply.messages
+            return self._end(state)
+        return self._continue(state, before, answer.message, turn, reply, max_tokens)
+
+    def _reason(self, state: _State, turn: Completion, reply: Reply) -> StopReason | None:
+        """Why the trajectory ends with this turn, None if it goes on."""
+        if reply.done or not reply.messages:
+            is_cut = turn.finish_reason == "length" and reply.reason == "completed"
+            return "max_tokens" if is_cut else reply.reason
+        if state.num_malformed >= MOST_MALFORMED:
+            return "malformed"
+        return "max_turns" if state.num_turns >= self._section.max_turns else None
+
+    def _continue(
+        self, state: _State, before: Sequence[Message], answer: Message, turn: Completion, reply: Reply, max_tokens: int
+    ) -> Continuation | None:
+        """The ids of the reply behind the turn, or those of a new sample if the template rewrites the history."""
+        sample = state.sample
+        conversation = self._tokenizer, state.prompt, before, answer, turn.token_ids, reply.messages
+        state.messages += reply.messages
+        try:
+            ids = next_turn(*conversation, stop_ids=_ended_by(turn))
+            if ids is None:
+                content: Any = as_template_takes(self._tokenizer, state.messages)
+                front = encode_prompt(self._tokenizer, replace(state.prompt, content=content))
+            else:
+                front = (*sample.prompt_ids, *sample.token_ids, *ids)
+        except DataError as error:  # a template may refuse a turn of the user behind a result
+            state.reason, state.error = "error", str(error)
+            return self._end(state)
+        first = state.earlier[0] if state.earlier else sample
+        room = len(first.prompt_ids) + max_tokens - len(front)
+        if room < 1:
+            state.reason = "context_full" if self._context <= len(front) + self._max_new_tokens else "max_tokens"
+            return self._end(state)
+        if ids is None:
+            state.earlier.append(sample)
+            state.sample = _Sample(front)
+        else:
+            sample.add_reply(ids, has_values=turn.values is not None)
+        return Continuation(front, min(self._max_new_tokens, room))
+
+    def _end(self, state: _State) -> None:
+        """Ask for the reward of an episode that nothing broke."""
+        if state.error is None:
+            state.reward = self._guarded(state, lambda episode: _number(episode.reward()))
+
+    def _cut(self, message: Message) -> Message:
+        """`message`, without the middle of a content that is too long."""
+        content, limit = str(message.get("content", "")), self._section.max_reply_tokens
+        if len(content) <= limit:  # a token has a character or more, but for bytes of rare ones
+            return {**message, "content": content}
+        content = content if len(content) <= 40 * limit else f"{content[: 20 * limit]}{content[-20 * limit :]}"
+        ids = self._tokenizer(content, add_special_tokens=False)["input_ids"]
+        if len(ids) <= limit:
+            return {**message, "content": content}
+        half = limit // 2
+        head, tail = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:half], ids[-half:]))
+        return {**message, "content": f"{head}\n[... cut ...]\n{tail}"}
+
+    def _guarded(self, state: _State, call: Callable[[Episode], Any]) -> Any:
+        """The result of a call of the trajectory's episode; None, and the reason noted, if it raises or hangs."""
+        episode = state.episode
+        if episode is None:
+            return None
+        try:
+            return self._calls.run(lambda: call(episode))
+        except (InputError, EnvironmentFailedError):
+            raise
+        except TimeLimitError as error:
+            state.reason, state.error = "time_limit", f"TimeLimitError: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - an environment may raise anything, an exit too
+            state.reason, state.error = "error", f"{type(error).__name__}: {error}"
+        state.episode = None  # broken: nobody knows its state
+        self._abandon(episode)
+        with self._lock:
+            if (kind := state.error.partition(":")[0]) not in self._said_errors:
+                self._said_errors.add(kind)
+                _log.warning(
+                    "the environment broke a trajectory of prompt %s (%s); it is left out or counted by the "
+                    "reward's on_error. More of this kind are counted in environment/errors.",
+                    state.prompt.id,
+                    state.error,
+                )
+        return None
+
+    def _abandon(self, episode: Episode) -> None:
+        """Close an episode that broke, so that a server's session does not stay; that too may fail or hang."""
+        with contextlib.suppress(Exception):
+            self._calls.run(episode.close)
+
+    def _check(self, states: Sequence[_State]) -> None:
+        broken = [state for state in states if state.error is not None]
+        if len(broken) == len(states):
+            raise EnvironmentFailedError(
+                f"the environment broke every one of {len(states)} trajectories; of prompt {broken[0].prompt.id}: "
+                f"{broken[0].error}"
+            )
+
+    def _take(self) -> Episode:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return self._open(self._calls)
+
+    def _give_back(self, state: _State) -> None:
+        if state.episode is not None:
+            with self._lock:
+                self._idle.append(state.episode)
+            state.episode = None
+
+    def close(self) -> None:
+        """Close all episodes."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+def _ended_by(turn: Completion) -> tuple[int, ...]:
+    """The id that ended a turn, if one did."""
+    return turn.token_ids[-1:] if turn.finish_reason == "stop" else ()
+
+
+def _said(turn: Completion, answer: Answer) -> Said:
+    calls = [Call(one.name, one.arguments) for one in answer.calls]
+    if answer.malformed is not None:
+        calls.append(Call("", {}, answer.malformed))
+    content = answer.message.get("content")
+    return Said(content if isinstance(content, str) else turn.text, tuple(calls))
+
+
+def _number(value: object) -> float | None:
+    """A reward as a number, None if there is none. Raises ValueError for one that is not finite."""
+    if value is None:
+        return None
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}; return a finite number, or None")
+    return number
+
+
+def _checked(reply: object) -> Reply:
+    """`reply`, its reward as a number. Raises TypeError for what is no reply."""
+    if not isinstance(reply, Reply):
+        raise TypeError(f"step returned {type(reply).__name__}; return a Reply")
+    return replace(reply, reward=_number(reply.reward))
+
+
+def _completion(state: _State, front: tuple[int, ...]) -> Completion:
+    """The completion of a trajectory that ended; `front` is the prompt of its group."""
+    reason: StopReason = state.reason or "error"
+    turns = [turn for sample in (*state.earlier, state.sample) for turn in sample.turns]
+    rewards = [turn.reward for turn in turns if turn.reward is not None]
+    if state.reward is not None:
+        rewards.append(state.reward)
+    reward = None if state.error is not None else sum(rewards)
+    messages = tuple(state.messages[state.num_before :])
+    is_cut = reason in ("max_turns", "max_tokens", "context_full")
+
+    def completion(sample: _Sample, earlier: tuple[Completion, ...] = (), *, is_earlier: bool = False) -> Completion:
+        return Completion(
+            tuple(sample.token_ids),
+            tuple(sample.logps),
+            tuple(sample.raw_logps),
+            "" if state.last is None else state.last.text,
+            "length" if is_cut else "stop",
+            tuple(sample.values) if sample.values else None,
+            trajectory=Trajectory(tuple(sample.turns), messages, reason, reward, state.error),
+            prompt_ids=None if sample.prompt_ids == front else sample.prompt_ids,
+            earlier=earlier,
+            is_earlier=is_earlier,
+        )
+
+    return completion(state.sample, tuple(completion(one, is_earlier=True) for one in state.earlier))

@@ -1,0 +1,209 @@
+"""Environments that misbehave: what was drawn is kept, the others go on, nothing waits for ever, a reason is named."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tunesmith.base.config.sections import EnvironmentSection
+from tunesmith.base.core.errors import EnvironmentFailedError, InputError
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.pack import completion_of_rows, pack
+from tunesmith.engine.batch.rollout import Completion, SamplingParams, Trajectory
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.learn.environments.contract import Reply, Said, ToolEpisode, ToolResult
+from tunesmith.learn.environments.episodes import Conversations
+
+PROMPTS = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate("abcd")]
+LOADED = tiny_model("llama", dtype=torch.float32)
+
+
+class Echo:
+    """Says "ok" to everything. `breaks` is called in the second turn of the trajectories of prompt 1."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(self, breaks: Callable[[], Any] | None = None, at: str = "step") -> None:
+        self._breaks, self._at = breaks or (lambda: None), at if breaks else "never"
+        self.is_closed = False
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        self.num, self._is_bad = 0, row["prompt"][-1]["content"] == "b"
+        return self._breaks() if self._is_bad and self._at == "reset" else None
+
+    def step(self, said: Said) -> Reply:
+        self.num += 1
+        if self._is_bad and self.num == 2 and self._at == "step":
+            return self._breaks()
+        return Reply(({"role": "user", "content": "ok"},), 1.0)
+
+    def reward(self) -> Any:
+        return self._breaks() if self._is_bad and self._at == "reward" else None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def draw(make: Callable[[], Any], n: int = 2, **section: Any) -> list[list[Completion]]:
+    options = {"max_turns": 3, "timeout_s": 5.0, "max_reply_tokens": 24, **section}
+    talks = Conversations(
+        lambda calls: made if hasattr(made := make(), "step") else ToolEpisode(made, (), calls.wait),
+        LOADED.tokenizer,
+        EnvironmentSection(**options),
+        max_new_tokens=6,
+        context=256,
+    )
+    engine = open_engine(LOADED.model, LOADED.tokenizer)
+    groups = talks.draw(engine, PROMPTS, n, SamplingParams(seed=3))
+    talks.close()
+    return [list(group.completions) for group in groups]
+
+
+def of(completion: Completion) -> Trajectory:
+    assert completion.trajectory is not None
+    return completion.trajectory
+
+
+def fails() -> None:
+    raise ZeroDivisionError("in the environment")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "reason", "error"),
+    [
+        (fails, "error", "ZeroDivisionError: in the environment"),
+        (lambda: time.sleep(30), "time_limit", "longer than 0.5 s"),
+        (lambda: None, "error", "step returned NoneType"),
+        (lambda: Reply(reward=float("nan")), "error", "the reward is nan"),
+        (lambda: Reply(reward="high"), "error", "could not convert"),
+        (lambda: exec("raise SystemExit(3)"), "error", "SystemExit"),
+    ],
+    ids=["raises", "hangs", "returns nothing", "NaN", "no number", "exits"],
+)
+def test_one_that_breaks_ends_its_own_trajectories_alone(breaks, reason, error) -> None:
+    usual = draw(Echo)
+    found = draw(lambda: Echo(breaks), timeout_s=0.5)
+    for one in found[1]:
+        assert of(one).stop_reason == reason
+        assert error in str(of(one).error)
+        assert of(one).reward is None
+        assert [turn.stop for turn in of(one).turns] == [turn.stop for turn in of(usual[1][found[1].index(one)]).turns][
+            :2
+        ]
+    for prompt in (0, 2, 3):
+        assert [one.token_ids for one in found[prompt]] == [one.token_ids for one in usual[prompt]]
+        assert [of(one).reward for one in found[prompt]] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("at", ["reset", "reward"])
+def test_one_that_breaks_at_its_begin_or_end(at) -> None:
+    found = draw(lambda: Echo(fails, at))
+    assert {of(one).stop_reason for one in found[1]} == {"error"}
+    assert {of(one).reward for one in found[0]} == {3.0}
+    if at == "reset":
+        assert all(one.num_sampled == 0 for one in found[1])
+
+
+def test_where_every_trajectory_breaks_the_reason_is_named() -> None:
+    class Broken(Echo):
+        def step(self, said: Said) -> Reply:
+            raise ConnectionError("the server is away")
+
+    with pytest.raises(
+        EnvironmentFailedError, match=r"every one of 8 trajectories.*ConnectionError: the server is away"
+    ):
+        draw(Broken)
+
+
+def test_each_kind_of_failure_is_told_once(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        draw(lambda: Echo(fails))
+    assert len([one for one in caplog.records if "broke a trajectory" in one.message]) == 1
+
+
+def test_a_reply_that_is_too_long_is_cut_in_the_middle() -> None:
+    class Floods(Echo):
+        def step(self, said: Said) -> Reply:
+            return Reply(({"role": "user", "content": "ab" * 500_000},))
+
+    for one in draw(Floods)[0]:
+        replies = [message["content"] for message in of(one).messages if message["role"] == "user"]
+        assert all(len(text) < 60 and "[... cut ...]" in text for text in replies)
+
+
+def test_a_context_that_fills_up_ends_the_trajectory() -> None:
+    found = draw(Echo, max_turns=100, max_tokens=60)
+    for one in (one for group in found for one in group):
+        assert of(one).stop_reason == "max_tokens"
+        assert len(one.token_ids) <= 60
+        assert one.finish_reason == "length"
+
+
+def test_an_episode_is_used_again_unless_something_broke_in_it() -> None:
+    made: list[Echo] = []
+
+    def make() -> Echo:
+        made.append(Echo(fails))
+        return made[-1]
+
+    draw(make)
+    assert len(made) == 8
+    assert all(one.is_closed for one in made)
+
+
+def test_what_was_not_sampled_is_masked_and_has_no_log_prob() -> None:
+    engine = open_engine(LOADED.model, LOADED.tokenizer)
+    talks = Conversations(
+        lambda calls: Echo(), LOADED.tokenizer, EnvironmentSection(max_turns=3), max_new_tokens=6, context=256
+    )
+    groups = talks.draw(engine, PROMPTS, 2, SamplingParams(seed=3))
+    sequences = pack(groups, 0)
+    assert completion_of_rows(groups) == list(range(8))
+    for row, one in enumerate(one for group in groups for one in group.completions):
+        mask = sequences.mask_BT[row]
+        assert mask.sum() == one.num_sampled == sum(turn.stop - turn.start for turn in of(one).turns)
+        assert not mask.all()
+        assert sequences.raw_logp_BT[row][~mask].abs().sum() == 0
+        assert (sequences.raw_logp_BT[row][mask] < 0).all()
+
+
+class Tools:
+    """Add numbers."""
+
+    def add(self, a: int, b: int) -> ToolResult:
+        """Add.
+
+        Args:
+            a: One.
+            b: Other.
+        """
+        return ToolResult(a + b, reward=0.5, done=a + b > 9)
+
+    async def wait(self, name: str) -> str:
+        """Wait.
+
+        Args:
+            name: Whom for.
+        """
+        return f"{name} came"
+
+    def _hidden(self) -> None:
+        return None
+
+
+def test_a_method_without_type_hints_is_refused() -> None:
+    class Vague:
+        def add(self, a, b):
+            return a + b
+
+    with pytest.raises(InputError, match="tool `add` has no schema"):
+        ToolEpisode(Vague(), (), lambda result: result)
+
+
+def test_public_methods_are_tools() -> None:
+    episode = ToolEpisode(Tools(), (), lambda result: result)
+    assert [tool["function"]["name"] for tool in episode.tools] == ["add", "wait"]

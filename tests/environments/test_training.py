@@ -1,0 +1,140 @@
+"""Policies that learn from trajectories: the trainer's log-probs are the engine's, and nothing that was not sampled is
+learnt."""
+
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from tunesmith import train
+from tunesmith.base.runs.folder import MEASURED
+from tunesmith.engine.batch.rollout import StopReason
+from tunesmith.learn.environments.contract import Reply, Said
+from tunesmith.observe.reports.text import answer_text
+from tunesmith.train import RunResult
+
+
+class Talks:
+    """Answers what is said by words that depend on it, rewards each turn, and ends by itself."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    delays: random.Random | None = None
+
+    def reset(self, row: Mapping[str, object]) -> str:
+        self.num = 0
+        return f" {row['seed']}"[:3]
+
+    def step(self, said: Said) -> Reply:
+        if self.delays is not None:
+            time.sleep(self.delays.choice((0.0, 0.01, 0.03)))
+        self.num += 1
+        code = sum(map(ord, said.text))
+        reward = (code % 5) / 10
+        if code % 7 == 0:
+            return Reply(reward=reward, done=True, reason="tool_ended")
+        return Reply(({"role": "user", "content": "abc"[: code % 4]},), reward)
+
+    def reward(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class TalksSlowly(Talks):
+    delays = random.Random(0)
+
+
+def run(algorithm: str, folder: Path, steps: int = 3, **given: Any) -> RunResult:
+    options = {
+        "environment": {"max_turns": 3, "max_reply_tokens": 16},
+        "rollout.max_new_tokens": 8,
+        "rollout.prompts_per_step": 3,
+        "run.dir": str(folder),
+        "optimizer.learning_rate": 1e-3,
+        "model.dtype": "float32",
+        "environment_factory": Talks,
+        **given,
+    }
+    return getattr(train, algorithm)(
+        model="tiny:llama", prompts=["a", "b", "c"], steps=steps, progress=False, **options
+    )
+
+
+def digest(result: RunResult) -> bytes:
+    return (result.run_dir / "final" / "model.safetensors").read_bytes()
+
+
+def timeless(result: RunResult) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in result.metrics]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "best_of_n", "online_dpo"])
+def test_what_was_sampled_is_learnt_with_the_engines_log_probs(algorithm, tmp_path) -> None:
+    result = run(algorithm, tmp_path)
+    rows = result.metrics
+    assert len(rows) == 3
+    assert all(row["environment/turns"] > 1 for row in rows)
+    assert all(row["environment/errors"] == 0 for row in rows)
+    if algorithm in ("grpo", "ppo"):
+        assert all(row["rollout/logp_diff_max"] == 0.0 for row in rows)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_delays_and_workers_change_nothing(algorithm, tmp_path) -> None:
+    once = run(algorithm, tmp_path / "once")
+    slow = run(algorithm, tmp_path / "slow", environment_factory=TalksSlowly)
+    assert digest(once) == digest(slow)
+    assert timeless(once) == timeless(slow)
+
+
+def test_workers_draw_the_same_trajectories(tmp_path) -> None:
+    once = run("grpo", tmp_path / "once")
+    both = run("grpo", tmp_path / "both", **{"scale.workers": 2})
+    assert digest(once) == digest(both)
+
+
+def test_turns_are_compared_with_those_of_the_same_place(tmp_path) -> None:
+    whole = run("grpo", tmp_path / "whole")
+    turns = run("grpo", tmp_path / "turns", **{"grpo.turn_advantages": True})
+    assert whole.metrics[0]["reward"] == turns.metrics[0]["reward"]
+    assert digest(whole) != digest(turns)
+
+
+class TalksOnce(Talks):
+    """Raises in the third step, as a run ends that is killed between two turns of a trajectory."""
+
+    num_resets = 0
+
+    def step(self, said: Said) -> Reply:
+        if type(self).num_resets > 6 and self.num == 1:
+            raise KeyboardInterrupt
+        return super().step(said)
+
+    def reset(self, row: Mapping[str, object]) -> str:
+        type(self).num_resets += 1
+        return super().reset(row)
+
+
+def test_a_run_that_ends_inside_of_a_trajectory_goes_on_as_if_it_had_not(tmp_path) -> None:
+    options = {"rollout.completions_per_prompt": 2, "rollout.prompts_per_step": 3, "run.checkpoint_every": 1}
+    whole = run("grpo", tmp_path / "whole", **options)
+    with pytest.raises(KeyboardInterrupt):
+        run("grpo", tmp_path / "cut", environment_factory=TalksOnce, **options)
+    (cut,) = (tmp_path / "cut").iterdir()
+    again = train.resume(cut, prompts=["a", "b", "c"], environment_factory=Talks, progress=False)
+    assert digest(again) == digest(whole)
+    assert timeless(again)[-1] == timeless(whole)[-1]
+
+
+def test_the_report_shows_turns_calls_and_rewards(tmp_path) -> None:
+    result = run("grpo", tmp_path)
+    row = json.loads((result.run_dir / "samples.jsonl").read_text().splitlines()[0])
+    assert [message["role"] for message in row["messages"]][:2] == ["assistant", "user"]
+    assert row["stop_reason"] in get_args(StopReason)
+    text = answer_text(row)
+    assert "[reward " in text and f"[ended: {row['stop_reason']}]" in text
