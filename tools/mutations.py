@@ -108,18 +108,8 @@ def outcome_of(root: Path, tests: list[str]) -> str:
     """`caught` or `survived`; `timeout` counts as caught, other words are pytest's exit code."""
     paths = {"PYTHONPATH": f"{root}/src{os.pathsep}{root}"}  # two checkouts may share one environment
     env = {**os.environ, **paths, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
-    command = [
-        ".venv/bin/python",
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not nightly",
-        *tests,
-    ]
+    markers = "not slow and not nightly" if '"nightly' in (root / "pyproject.toml").read_text() else "not slow"
+    command = [".venv/bin/python", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", markers, *tests]
     try:
         done = subprocess.run(command, cwd=root, env=env, capture_output=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
