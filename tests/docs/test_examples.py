@@ -16,7 +16,12 @@ from tunesmith.base.config.schema import RECIPES
 NESTED = {"train", "recipes", "runs", "eval", "votes", "convert"}
 COMMANDS = [(block.where, words) for block in all_blocks("console") for words in block.commands()]
 TUNESMITH = [(where, words[1:]) for where, words in COMMANDS if words[0] == "tunesmith"]
-TRAIN = [(where, words) for where, words in TUNESMITH if words[0] == "train" and "--help" not in words]
+UNINSTALLED = {block.where for block in all_blocks("console") if block.value.startswith("needs a package")}
+TRAIN = [
+    (where, words)
+    for where, words in TUNESMITH
+    if words[0] == "train" and "--help" not in words and where not in UNINSTALLED
+]
 
 
 def page_id(page: Path) -> str:

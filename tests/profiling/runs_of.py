@@ -132,6 +132,12 @@ SHOWN: dict[str, dict[str, object]] = {
     "gradient_checkpointing": {"recipe.model.gradient_checkpointing": True},
     "unneeded_reference": {"recipe.grpo.kl.coef": 1e-6},
     "long_tail": {"rollout/tail_s": 0.9, "completions/mean_length": 20.0, "completions/max_length": 400.0},
+    "slow_tools": {
+        "environment/turns": 3.0,
+        "time/rollout/reply_s": 2.0,
+        "environment/reply_mean_s": 0.1,
+        "environment/reply_max_s": 4.0,
+    },
     "cache_starved": {
         "rollout/starved_s": 1.5,
         "rollout/slots_used": 0.05,
