@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Say, benchmark, head, in_turns, load_warning, paired, print_table, run, spread_text
+from benchmarks.environment_step import measure_step
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import TrainingError
 from tunesmith.base.core.trace import trace
@@ -119,6 +120,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
         },
         "recomputed_tokens": _figure(first, "prefill_tokens") - needed,
         "exactness": _exactness(model, ours[0]),
+        **({} if options.no_step else {"step": measure_step(options, say)}),
     }
 
 
@@ -159,6 +161,8 @@ def _show(facts: Mapping[str, Any]) -> None:
         ],
     )
     print(f"rounds over ours: {spread_text(engine)}; tokens computed again: {facts['recomputed_tokens']:.0f}")
+    if step := facts.get("step"):
+        print(f"step: {step['ours_s']:.1f} s against TRL's {step['trl_s']:.1f} s, {spread_text(step)}")
     print(f"largest difference to the trainer's log-probs: {facts['exactness']['largest_difference']:g} nats")
     print(load_warning(facts).strip())
 
@@ -167,6 +171,7 @@ main = benchmark(
     measure,
     _show,
     *("model", "dtype", "threads", "rounds", "seed", "quick"),
+    no_step={"action": "store_true", "help": "leave out the step against TRL's"},
     trajectories={"type": int, "default": 64, "metavar": "N", "help": "conversations"},
 )
 

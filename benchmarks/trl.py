@@ -57,11 +57,12 @@ class Taken:
 class TRLSettings:
     """TRL's trainer on the model in `folder`: dtype of the weights, attention, rows of a pass, autocast to bfloat16.
 
-    `arguments` are further ones of its GRPOConfig. With `inputs`, tensors as lists, completions are given, not drawn.
+    `arguments` are further ones of its GRPOConfig; `environment` names an environment class, which has the reward.
+    With `inputs`, tensors as lists, completions are given, not drawn.
     """
 
     folder: str
-    prompts: Sequence[str]
+    prompts: Sequence[object]
     num_rows: int
     num_threads: int
     micro_batch_size: int
@@ -70,6 +71,7 @@ class TRLSettings:
     inputs: Mapping[str, Any] | None = None
     attention: str = "sdpa"
     autocasts: bool = False
+    environment: str = ""
 
     def config(self) -> dict[str, object]:
         """Arguments of GRPOConfig: nothing is saved, logged or recomputed."""
@@ -171,7 +173,7 @@ class TRL:
         trainer = trl.GRPOTrainer if settings.inputs is None else _given(trl, settings.inputs, self)
         self._trainer = trainer(
             model=settings.folder,
-            reward_funcs=token_sum,
+            **_rewards(settings.environment),
             args=trl.GRPOConfig(output_dir=self._folder.name, **settings.config()),
             train_dataset=datasets.Dataset.from_dict({"prompt": list(settings.prompts)}),
             callbacks=[step_callback(self)],
@@ -199,6 +201,14 @@ class TRL:
         memory_gb = self._memory.above_rest_gb()
         self._server.reply(Taken(seconds, num_tokens, peak_rss_since_reset_gb(), memory_gb, self.grad_norm))
         self.wait(num_tokens_seen)
+
+
+def _rewards(environment: str) -> dict[str, Any]:
+    """The arguments of TRL's trainer for the reward."""
+    if not environment:
+        return {"reward_funcs": token_sum}
+    module, _, name = environment.partition(":")
+    return {"environment_factory": getattr(importlib.import_module(module), name)}
 
 
 def _given(trl: Any, inputs: Mapping[str, Any], owner: TRL) -> Any:
