@@ -34,6 +34,21 @@ def test_an_alarm_is_recorded_when_it_begins_and_again_when_it_comes_back() -> N
     assert steps_of(rows, "no_signal") == [1, 4]
 
 
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"environment/errors": 0.25}, "broke 25% of the trajectories"),
+        ({"environment/failed_calls": 0.75}, "75% of the tool calls could not be made"),
+        ({"environment/ended/max_turns": 0.4, "environment/ended/max_tokens": 0.3}, "70% of the trajectories ended at"),
+        ({"environment/samples": 1.5}, "comes to 1.5 sequences"),
+    ],
+)
+def test_what_goes_wrong_with_an_environment_is_told_once(figures: dict[str, float], message: str) -> None:
+    assert steps_of([{}, figures, figures, {}, figures], "environment") == [2, 5]
+    (finding,) = alarms([{"step": 1.0, **figures}], DEFAULTS)
+    assert message in finding.message
+
+
 def test_growth_and_fall_of_the_length_are_measured_from_the_mean_of_the_first_three_steps() -> None:
     rows = column("completions/mean_length", 8, 10, 12, 30, 31, 32, 20, 3, 3)
     assert steps_of(rows, "length") == [5, 8]
