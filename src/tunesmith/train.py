@@ -236,9 +236,12 @@ def resume(
     `callbacks` as those of `ppo`; anything else raises `tunesmith.base.core.errors.RunError` with the difference.
     """
     listener, given = _listener({**overrides, "run.steps": steps})
+    rewards = None if reward is None else reward_list(reward)
+    if rewards is not None and environment_factory is not None:
+        rewards = _with_environment(rewards)
     inputs = Inputs(
         prompts=None if prompts is None else as_rows(prompts, "prompts"),
-        rewards=_rewards(reward, environment_factory),
+        rewards=rewards,
         tools=tools,
         environment_factory=environment_factory,
         pairs=None if pairs is None else as_rows(pairs, "pairs"),
@@ -268,11 +271,15 @@ def _train_policy(
     progress: bool,
 ) -> RunResult:
     """Train by an algorithm that draws completions. What is given by name becomes an override."""
-    rewards = _rewards(inputs.reward, inputs.environment_factory)
+    rewards: list[Any] | None = None if inputs.reward is None else reward_list(inputs.reward)
     by_name = all(isinstance(item, str) for item in rewards or ())
+    if inputs.environment_factory is not None:
+        if rewards is None:
+            rewards = _recipe_rewards(algorithm, recipe, config, given)
+        rewards = _with_environment(rewards)
     named, rows = _named_or_given(inputs.prompts, "prompts")
     shown, shown_rows = _named_or_given(inputs.demonstrations, "demonstrations")
-    given = {**given, "prompts": named, "reward": rewards if by_name else None, "demonstrations": shown}
+    given = {**given, "prompts": named, "reward": _as_values(rewards) if by_name else None, "demonstrations": shown}
     objects = Inputs(
         prompts=rows,
         rewards=None if by_name else rewards,
@@ -283,12 +290,28 @@ def _train_policy(
     return _train(algorithm, recipe, config, given, objects, progress)
 
 
-def _rewards(reward: Rewards | None, environment_factory: object) -> list[RewardLike] | None:
-    """The rewards that are given, and that of the environment, as in TRL; None if none is given."""
-    rewards = [] if reward is None else reward_list(reward)
-    if environment_factory is not None:
-        rewards.append(RewardSource.model_validate(ENVIRONMENT_REWARD))
-    return rewards or None
+def _as_values(rewards: Sequence[Any] | None) -> list[Any] | None:
+    """`rewards` as a recipe writes them."""
+    if rewards is None:
+        return None
+    return [one.model_dump(exclude_unset=True) if isinstance(one, RewardSource) else one for one in rewards]
+
+
+def _with_environment(rewards: Sequence[Any]) -> list[Any]:
+    """`rewards` and, as in TRL, that of the environment; once."""
+    named = [getattr(one, "source", one) for one in rewards]
+    return [*rewards, *([] if "environment" in named else [RewardSource.model_validate(ENVIRONMENT_REWARD)])]
+
+
+def _recipe_rewards(
+    algorithm: str, recipe: str | None, config: str | None, given: Mapping[str, object]
+) -> list[RewardSource]:
+    """The rewards that a recipe names itself; none where they are the default."""
+    _, overrides = _listener({name: value for name, value in given.items() if name != "run_id"})
+    file = Path(config) if config else None
+    resolved = load_recipe(algorithm, recipe=recipe, file=file, overrides=_set(overrides), origins=_origins(overrides))
+    is_named = any(key.startswith("reward") and origin != "default" for key, origin in resolved.provenance.items())
+    return list(getattr(resolved.recipe, "reward", ())) if is_named else []
 
 
 def _train(

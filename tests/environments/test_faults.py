@@ -1,6 +1,7 @@
 """Environments that misbehave: what was drawn is kept, the others go on, nothing waits for ever, a reason is named."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from tunesmith.engine.batch.pack import completion_of_rows, pack
 from tunesmith.engine.batch.rollout import Completion, SamplingParams, Trajectory
 from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.rollout.factory import open_engine
-from tunesmith.learn.environments.contract import Reply, Said, ToolEpisode, ToolResult
+from tunesmith.learn.environments.contract import Call, Reply, Said, ToolEpisode, ToolResult
 from tunesmith.learn.environments.episodes import Conversations
 
 PROMPTS = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate("abcd")]
@@ -171,6 +172,67 @@ def test_what_was_not_sampled_is_masked_and_has_no_log_prob() -> None:
         assert (sequences.raw_logp_BT[row][mask] < 0).all()
 
 
+def test_calls_of_an_episode_are_made_in_one_thread_until_it_is_closed() -> None:
+    threads: list[set[int]] = []
+
+    class Bound(Echo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = {threading.get_ident()}
+            threads.append(self.seen)
+
+        def step(self, said: Said) -> Reply:
+            self.seen.add(threading.get_ident())
+            return super().step(said)
+
+        def close(self) -> None:
+            self.seen.add(threading.get_ident())
+            super().close()
+
+    draw(Bound)
+    assert [len(seen) for seen in threads] == [1] * 8
+    assert len(set.union(*threads)) == 8
+
+
+def test_halves_of_surrogate_pairs_break_nothing() -> None:
+    class Odd(Echo):
+        def reset(self, row: Mapping[str, Any]) -> Any:
+            super().reset(row)
+            return " \udc80"
+
+        def step(self, said: Said) -> Reply:
+            return Reply(({"role": "user", "content": "a\ud83d"},))
+
+    assert {of(one).stop_reason for group in draw(Odd) for one in group} == {"max_turns"}
+
+
+def test_an_opening_without_room_ends_its_own_trajectory_and_shortens_no_other() -> None:
+    class Long(Echo):
+        def reset(self, row: Mapping[str, Any]) -> Any:
+            super().reset(row)
+            return "x" * 300 if self._is_bad else None
+
+    usual, found = draw(Echo, max_turns=4), draw(lambda: Long(fails, "never"), max_turns=4)
+    assert {of(one).stop_reason for one in found[1]} == {"context_full"}
+    assert [one.token_ids for one in found[0]] == [one.token_ids for one in usual[0]]
+
+    class Half(Long):
+        def reset(self, row: Mapping[str, Any]) -> Any:
+            return "x" * 200 if super().reset(row) else None
+
+    half = draw(lambda: Half(fails, "never"), max_turns=4)
+    assert all(0 < len(one.token_ids) < 40 for one in half[1])
+    assert [one.token_ids for one in half[0]] == [one.token_ids for one in usual[0]]
+
+
+def test_an_environment_that_cannot_be_made_is_named() -> None:
+    def fails_to_begin() -> None:
+        raise OSError("no such server")
+
+    with pytest.raises(InputError, match=r"the environment cannot be made .OSError: no such server"):
+        draw(fails_to_begin)
+
+
 class Tools:
     """Add numbers."""
 
@@ -191,6 +253,15 @@ class Tools:
         """
         return f"{name} came"
 
+    @property
+    def costly(self) -> str:
+        raise RuntimeError("a property is not to be asked for its value")
+
+    @staticmethod
+    def ends() -> None:
+        """End the interpreter."""
+        raise SystemExit(3)
+
     def _hidden(self) -> None:
         return None
 
@@ -206,4 +277,22 @@ def test_a_method_without_type_hints_is_refused() -> None:
 
 def test_public_methods_are_tools() -> None:
     episode = ToolEpisode(Tools(), (), lambda result: result)
-    assert [tool["function"]["name"] for tool in episode.tools] == ["add", "wait"]
+    assert [tool["function"]["name"] for tool in episode.tools] == ["add", "wait", "ends"]
+
+
+def test_what_a_tool_raises_is_told_and_what_it_gives_ends_the_episode() -> None:
+    episode = ToolEpisode(Tools(), (), lambda result: result)
+    calls = (
+        Call("ends"),
+        Call("none"),
+        Call("add", {"a": 1}),
+        Call("add", {"a": 4, "b": 6}),
+        Call("add", {"a": 1, "b": 1}),
+    )
+    reply = episode.step(Said("", calls))
+    texts = [message["content"] for message in reply.messages]
+    assert texts[0] == "Error: SystemExit: 3"
+    assert texts[1] == "Error: there is no tool 'none'; there are add, wait, ends"
+    assert texts[2] == "Error: add: missing a required argument: 'b'"
+    assert texts[3:] == ["10"]
+    assert (reply.reward, reply.done, reply.reason, reply.num_failed) == (0.5, True, "tool_ended", 2)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from tunesmith import train
+from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
 from tunesmith.engine.batch.rollout import StopReason
 from tunesmith.learn.environments.contract import Reply, Said
@@ -108,10 +109,11 @@ def test_turns_are_compared_with_those_of_the_same_place(tmp_path) -> None:
 class TalksOnce(Talks):
     """Raises in the third step, as a run ends that is killed between two turns of a trajectory."""
 
+    is_fatal = False
     num_resets = 0
 
     def step(self, said: Said) -> Reply:
-        if type(self).num_resets > 6 and self.num == 1:
+        if self.is_fatal and self.num_resets > 6 and self.num == 1:
             raise KeyboardInterrupt
         return super().step(said)
 
@@ -121,14 +123,80 @@ class TalksOnce(Talks):
 
 
 def test_a_run_that_ends_inside_of_a_trajectory_goes_on_as_if_it_had_not(tmp_path) -> None:
-    options = {"rollout.completions_per_prompt": 2, "rollout.prompts_per_step": 3, "run.checkpoint_every": 1}
+    options: dict[str, Any] = {
+        "rollout.completions_per_prompt": 2,
+        "rollout.prompts_per_step": 3,
+        "run.checkpoint_every": 1,
+    }
+    options["environment_factory"] = TalksOnce
     whole = run("grpo", tmp_path / "whole", **options)
+    TalksOnce.is_fatal, TalksOnce.num_resets = True, 0
     with pytest.raises(KeyboardInterrupt):
-        run("grpo", tmp_path / "cut", environment_factory=TalksOnce, **options)
+        run("grpo", tmp_path / "cut", **options)
+    TalksOnce.is_fatal = False
     (cut,) = (tmp_path / "cut").iterdir()
-    again = train.resume(cut, prompts=["a", "b", "c"], environment_factory=Talks, progress=False)
+    again = train.resume(cut, prompts=["a", "b", "c"], environment_factory=TalksOnce, progress=False)
     assert digest(again) == digest(whole)
     assert timeless(again)[-1] == timeless(whole)[-1]
+
+
+def test_the_environments_reward_stands_beside_those_of_the_recipe_once(tmp_path) -> None:
+    def names(**given: Any) -> set[str]:
+        row = run("grpo", tmp_path, steps=1, **given).metrics[0]
+        return {name.split("/")[1] for name in row if name.startswith("rewards/") and name.endswith("/mean")}
+
+    assert names() == {"environment"}
+    assert names(reward="environment") == {"environment"}
+    assert names(reward="unique_chars") == {"unique_chars", "environment"}
+    assert names(reward=lambda completions, **_: [1.0] * len(completions)) == {"<lambda>", "environment"}
+    (tmp_path / "own.yaml").write_text("reward: unique_chars\n")
+    assert names(config=str(tmp_path / "own.yaml")) == {"unique_chars", "environment"}
+
+
+def test_what_a_run_was_given_must_be_given_again(tmp_path) -> None:
+    class Other(Talks):
+        def reward(self) -> float | None:
+            return 1.0
+
+    first = run("grpo", tmp_path, steps=1)
+    with pytest.raises(RunError, match="the environment"):
+        train.resume(first.run_dir, prompts=["a", "b", "c"], environment_factory=Other, steps=2, progress=False)
+
+
+def test_episodes_are_closed_when_the_run_ends(tmp_path) -> None:
+    made: list[Talks] = []
+
+    class Counted(Talks):
+        is_closed = False
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    run("grpo", tmp_path, steps=1, environment_factory=Counted)
+    assert made and all(one.is_closed for one in made)
+
+
+def test_what_is_wrong_with_an_environment_is_said_before_a_run_folder_is_made(tmp_path) -> None:
+    class NoHints:
+        def reset(self, **row: object) -> None:
+            return None
+
+        def look(self, place):
+            """Look."""
+
+    for given, message in (
+        ({"environment_factory": NoHints}, "tool `look` has no schema"),
+        ({"environment_factory": Talks, "environment": {"source": "./x.py:Env"}}, "give one of them"),
+        ({"environment_factory": Talks()}, "give a class, or a function that makes one"),
+        ({"tools": ["calculater"], "environment_factory": None}, "is none of calculator, search, python"),
+        ({"environment": "textrena:Wordle-v0", "environment_factory": None}, "did you mean `textarena:Wordle-v0`"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run("grpo", tmp_path, **given)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_report_shows_turns_calls_and_rewards(tmp_path) -> None:

@@ -47,7 +47,7 @@ class Prompt:
     def template_arguments(self) -> dict[str, object]:
         """Arguments of the chat template beside the messages: the row's `tools`, and its `chat_template_kwargs`."""
         tools, others = self.columns.get("tools"), self.columns.get("chat_template_kwargs")
-        found: dict[str, object] = {} if tools is None else {"tools": tools}
+        found: dict[str, object] = {"tools": tools} if tools else {}
         return {**found, **cast(Mapping[str, object], others or {})}
 
 

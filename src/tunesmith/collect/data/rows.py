@@ -270,7 +270,7 @@ def as_completion(value: object, column: str) -> Text:
         return content
     if content[-1]["role"] != "assistant":
         raise RowError(f"`{column}` ends with role {content[-1]['role']!r}; a completion ends with the assistant")
-    if not content[-1]["content"].strip():
+    if not content[-1]["content"].strip() and not content[-1].get("tool_calls"):
         raise RowError(f"`{column}` is empty: its last message says nothing", "empty")
     return content
 

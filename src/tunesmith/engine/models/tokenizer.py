@@ -288,6 +288,9 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int
         return prompt.token_ids
     content = prompt.content
     if not isinstance(content, str):
+        if prompt.columns.get("tools") and tokenizer.chat_template:
+            prompt = with_tools(tokenizer, prompt)
+            content = cast(tuple[Message, ...], prompt.content)
         text = prompt_text(tokenizer, prompt, content, continues=is_continued(content))
         return encode_rendered(tokenizer, text)
     bos_id = _special_id(tokenizer.bos_token_id)

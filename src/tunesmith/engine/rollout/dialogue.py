@@ -60,25 +60,25 @@ class Replies:
         scheduler.resume(PromptRequest(index, continuation.prompt_ids, 1, limits))
 
 
-Draw = Callable[[Sequence[Prompt], SamplingParams, Sequence[NoiseKey] | None], list[Group]]
-"""Draws one completion of each prompt, with the noise of these keys; None for that of a request of its own."""
+Draw = Callable[[Sequence[Prompt], SamplingParams, Sequence[NoiseKey]], list[Group]]
+"""Draws one completion of each prompt, with the noise of these keys."""
 
 
 def in_rounds(draw: Draw, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
     """`Engine.converse` by calls of `draw`, for engines that draw nothing while a reply is awaited: all conversations
-    that go on have their next turn once all replies have come.
+    that go on have their next turn once all replies have come. The prompts have token ids.
     """
-    keys: Sequence[NoiseKey] | None = None
+    keys = noise_keys([prompt.token_ids or () for prompt in prompts], 1)
     version, awaited = 0, list(range(len(prompts)))
-    fronts, lengths = list(prompts), [sampling.max_new_tokens] * len(prompts)
+    fronts = list(prompts)
+    lengths = [sampling.max_new_tokens] * len(prompts) if dialogue.first is None else list(dialogue.first)
     while awaited:
         replies: dict[int, Reply] = {}
         for length in sorted({lengths[index] for index in awaited}, reverse=True):  # a call has one limit for all
             part = [index for index in awaited if lengths[index] == length]
-            own = None if keys is None else [keys[index] for index in part]
+            own = [keys[index] for index in part]
             groups = draw([fronts[index] for index in part], replace(sampling, max_new_tokens=length), own)
             version = groups[0].weight_version
-            keys = keys or noise_keys([group.prompt_token_ids for group in groups], 1)
             replies |= {i: dialogue.on_turn(i, group.completions[0]) for i, group in zip(part, groups, strict=True)}
         with span("reply"):
             come = {index: reply.result() for index, reply in sorted(replies.items())}

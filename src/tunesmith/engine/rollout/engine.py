@@ -66,11 +66,13 @@ OnTurn = Callable[[int, Completion], Reply]
 @dataclass(frozen=True, slots=True)
 class Dialogue:
     """How conversations go on: `on_turn` is given each turn, and replies. At most `max_tokens` stand behind the first
-    prompt of a conversation, replies included.
+    prompt of a conversation, replies included. `first` has the limit of each first turn, at least that of the call's
+    sampling; None if that is all.
     """
 
     on_turn: OnTurn
     max_tokens: int
+    first: tuple[int, ...] | None = None
 
 
 class Functions(TypedDict, total=False):
@@ -151,7 +153,7 @@ class Request:
     """A checked call of `generate`: `n` completions of each prompt, at most `num_slots` at a time.
 
     `seed` is the caller's, or a random one; `version` is stamped on the groups. A conversation has at most `max_tokens`
-    behind its prompt; None for a request of single completions.
+    behind its prompt, and as many in its first turn as `first` says; None for a request of single completions.
     """
 
     prompts: Sequence[Prompt]
@@ -164,6 +166,7 @@ class Request:
     num_slots: int
     version: int
     max_tokens: int | None = None
+    first: tuple[int, ...] | None = None
 
     @property
     def num_completions(self) -> int:
@@ -208,7 +211,10 @@ class Request:
             prefill_tokens=prefill_tokens,
             keeps_blocks=self.max_tokens is not None,
         )
-        scheduler.add(PromptRequest(index, ids, self.n, self.limits) for index, ids in enumerate(self.prompt_ids))
+        limits = [self.limits] * len(self.prompt_ids)
+        if self.first is not None:
+            limits = [replace(self.limits, max_new_tokens=length) for length in self.first]
+        scheduler.add(PromptRequest(index, ids, self.n, limits[index]) for index, ids in enumerate(self.prompt_ids))
         return scheduler
 
     def group(self, index: int, sequences: Iterable[DrawnSequence]) -> Group:

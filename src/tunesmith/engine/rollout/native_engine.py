@@ -154,7 +154,7 @@ class NativeEngine:
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
         replies = None
         if dialogue is not None:
-            request = replace(request, max_tokens=dialogue.max_tokens)
+            request = replace(request, max_tokens=dialogue.max_tokens, first=dialogue.first)
             replies = Replies(dialogue.on_turn, request.limits)
         with span("load"):
             runner, cache = self._load(request)

@@ -1,7 +1,8 @@
-"""Calls of environments that may raise or hang, each within a time limit, in threads that end with the process."""
+"""Calls of environments that may raise or hang: within a time limit, those of an episode in a thread of its own."""
 
 import asyncio
 import inspect
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from tunesmith.learn.rewards.threads import EventLoop
 
 T = TypeVar("T")
 
-MOST_HANGING = 32
+MOST_HANGING = 256
 """Threads that may hang at a time: each keeps its memory."""
 
 
@@ -20,28 +21,54 @@ class TimeLimitError(Exception):
     """A call took longer than it may."""
 
 
-class Calls:
-    """Makes calls of `timeout_s` seconds at most. Coroutines run in one event loop, which clients of services bind to.
-
-    Raises EnvironmentFailedError once `MOST_HANGING` threads hang.
+class Shared:
+    """What the calls of all episodes share: the time limit, one event loop, to which clients of services bind, and the
+    threads that hang.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._loop = EventLoop()
+        self.loop = EventLoop()
         self._hanging: list[threading.Thread] = []
         self._lock = threading.Lock()
 
+    def leave(self, thread: threading.Thread) -> None:
+        """Note a thread that hangs. Raises EnvironmentFailedError if too many still do."""
+        with self._lock:
+            self._hanging = [*(one for one in self._hanging if one.is_alive()), thread]
+            if len(self._hanging) > MOST_HANGING:
+                raise EnvironmentFailedError(
+                    f"{len(self._hanging)} calls of the environment hang at the same time, each beyond the time limit "
+                    f"of {self.timeout_s:g} s; give its calls a limit of their own, or raise environment.timeout_s"
+                )
+
+
+class Calls:
+    """Makes the calls of one episode, from its construction to its end, in one daemon thread: connections of SQLite and
+    the like belong to the thread that made them. A call that never ends keeps the thread, but not the process.
+
+    `shared` may be a time limit in seconds, for an episode alone.
+    """
+
+    def __init__(self, shared: Shared | float) -> None:
+        shared = shared if isinstance(shared, Shared) else Shared(shared)
+        self.timeout_s = shared.timeout_s
+        self._shared = shared
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="tunesmith-environment", daemon=True)
+        self._thread.start()
+
     def run(self, call: Callable[[], T]) -> T:
-        """The result of `call`. Raises TimeLimitError, after which the call may still run, and what the call raises."""
+        """The result of `call`. Raises what it raises, and TimeLimitError, after which it may still run: the episode is
+        not to be called again.
+        """
         future: Future[T] = Future()
         ended = threading.Event()
         future.add_done_callback(lambda _: ended.set())
-        thread = threading.Thread(target=_run, args=(call, future), name="tunesmith-environment", daemon=True)
-        thread.start()
+        self._tasks.put((call, future))
         if ended.wait(self.timeout_s):
             return future.result()
-        self._left(thread)
+        self._shared.leave(self._thread)
         raise TimeLimitError(f"it took longer than {self.timeout_s:g} s")
 
     def wait(self, result: Any) -> Any:
@@ -52,21 +79,18 @@ class Calls:
         async def awaited() -> Any:
             return await asyncio.wait_for(result, self.timeout_s)
 
-        return self._loop.submit(awaited()).result()
+        return self._shared.loop.submit(awaited()).result()
 
-    def _left(self, thread: threading.Thread) -> None:
-        with self._lock:
-            self._hanging = [one for one in self._hanging if one.is_alive()]
-            self._hanging.append(thread)
-            if len(self._hanging) >= MOST_HANGING:
-                raise EnvironmentFailedError(
-                    f"{len(self._hanging)} calls of the environment hang at the same time, each beyond the time limit "
-                    f"of {self.timeout_s:g} s; give its calls a limit of their own, or raise environment.timeout_s"
-                )
+    def end(self) -> None:
+        """End the thread, once the call in it has ended."""
+        self._tasks.put(None)
 
 
-def _run(call: Callable[[], T], future: "Future[T]") -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - an exit too is for the thread that waits
-        future.set_exception(error)
+def _serve(tasks: "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]") -> None:
+    while (task := tasks.get()) is not None:
+        call, future = task
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - an exit too is for the thread that waits
+            future.set_exception(error)
+        del task, call, future  # what a call returned is not to be kept until the next

@@ -7,7 +7,9 @@ a `ToolResult`, which also rewards its turn or ends the episode. Any of them may
 packages are recognised by `dialects`.
 """
 
+import contextlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -17,8 +19,11 @@ from tunesmith.base.schema.records import Message
 from tunesmith.engine.batch.rollout import StopReason
 from tunesmith.engine.models.tool_messages import schema_of
 
-NO_TOOLS = ("reset", "get_reward", "close", "done", "step", "seed")
+NO_TOOLS = ("reset", "get_reward", "close", "done")
 """Public methods of an environment that are not offered to the model."""
+
+GYM_METHODS = ("step", "seed")
+"""Methods that an environment of another form may have beside its tools, for which nobody writes a docstring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,9 @@ class ToolEpisode:
             return ToolResult(f"Error: {call.name}: {error}"), True
         try:
             result = self._wait(function(**call.arguments))
-        except Exception as error:  # noqa: BLE001 - whatever a tool raises, the model is told
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever a tool raises, the model is told
             return ToolResult(f"Error: {type(error).__name__}: {error}"), False
         return (result if isinstance(result, ToolResult) else ToolResult(result)), False
 
@@ -171,9 +178,12 @@ class ToolEpisode:
 
 def methods_of(environment: object) -> list[Callable[..., Any]]:
     """The public methods of an environment's class, in the order in which they are written."""
-    names = [name for kind in reversed(type(environment).__mro__[:-1]) for name in vars(kind)]
-    public = [name for name in dict.fromkeys(names) if not name.startswith("_") and name not in NO_TOOLS]
-    return [method for name in public if inspect.ismethod(method := getattr(environment, name))]
+    kinds = type(environment).__mro__[:-1]
+    found = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}  # no property is evaluated
+    public = {name: value for name, value in found.items() if not name.startswith("_") and name not in NO_TOOLS}
+    public = {name: value for name, value in public.items() if name not in GYM_METHODS or value.__doc__}
+    functions = [name for name, value in public.items() if inspect.isfunction(value) or isinstance(value, staticmethod)]
+    return [getattr(environment, name) for name in functions]
 
 
 def accepted(function: Callable[..., Any], arguments: Mapping[str, object]) -> dict[str, object]:
@@ -186,4 +196,12 @@ def accepted(function: Callable[..., Any], arguments: Mapping[str, object]) -> d
 
 def text_of(content: object) -> str:
     """What a tool returned, as the text that the model reads."""
+    if isinstance(content, dict | list):
+        with contextlib.suppress(TypeError, ValueError):
+            return json.dumps(content, ensure_ascii=False)
     return content if isinstance(content, str) else "" if content is None else str(content)
+
+
+def clean(text: str) -> str:
+    """`text` without halves of surrogate pairs, which tokenizers refuse; files and processes bring them."""
+    return text.encode("utf-8", "replace").decode("utf-8")

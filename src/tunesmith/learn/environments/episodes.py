@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tunesmith.base.config.sections import EnvironmentSection
-from tunesmith.base.core.errors import DataError, EnvironmentFailedError, InputError
+from tunesmith.base.core.errors import DataError, EnvironmentFailedError, InputError, TunesmithError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import derive
 from tunesmith.base.schema.records import Message, Prompt
@@ -25,8 +25,8 @@ from tunesmith.engine.models.tokenizer import encode_prompt
 from tunesmith.engine.models.tool_messages import as_template_takes, with_tools
 from tunesmith.engine.models.turns import Answer, call_ends, next_turn, parse_answer
 from tunesmith.engine.rollout.engine import Continuation, Dialogue, Engine
-from tunesmith.learn.environments.calls import Calls, TimeLimitError
-from tunesmith.learn.environments.contract import Call, Episode, Reply, Said
+from tunesmith.learn.environments.calls import Calls, Shared, TimeLimitError
+from tunesmith.learn.environments.contract import Call, Episode, Reply, Said, clean
 
 _log = get_logger(__name__)
 
@@ -34,7 +34,7 @@ MOST_MALFORMED = 3
 """A trajectory ends after as many turns in a row whose calls cannot be read."""
 
 Open = Callable[[Calls], Episode]
-"""Makes an episode; its coroutines and calls run by the given `Calls`."""
+"""Makes an episode, called in the thread of the given `Calls`, which waits for its coroutines too."""
 
 
 @dataclass(slots=True)
@@ -66,16 +66,36 @@ class _Sample:
         self.values += zeros if has_values else ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hosted:
+    """An episode and the thread that its calls are made in."""
+
+    episode: Episode
+    calls: Calls
+
+    def run(self, call: Callable[[Episode], Any]) -> Any:
+        """The result of a call of the episode."""
+        return self.calls.run(lambda: call(self.episode))
+
+    def close(self) -> None:
+        """Close the episode, however it takes that, and end its thread."""
+        with contextlib.suppress(Exception):
+            self.run(lambda episode: episode.close())
+        self.calls.end()
+
+
 @dataclass(slots=True, eq=False)
 class _State:
-    """A trajectory while it is drawn."""
+    """A trajectory while it is drawn. `max_tokens` may stand behind its first prompt."""
 
     prompt: Prompt
     messages: list[Message]
     num_before: int
     sample: _Sample
     earlier: list[_Sample] = field(default_factory=list[_Sample])
-    episode: Episode | None = None
+    hosted: _Hosted | None = None
+    max_tokens: int = 0
+    shown: Prompt | None = None
     num_turns: int = 0
     num_malformed: int = 0
     last: Completion | None = None
@@ -112,8 +132,8 @@ class Conversations:
         self._context = context or 1_000_000
         self._max_new_tokens = max_new_tokens
         self.max_tokens = section.tokens_of(max_new_tokens)
-        self._calls = Calls(section.timeout_s)
-        self._idle: list[Episode] = []
+        self._shared = Shared(section.timeout_s)
+        self._idle: list[_Hosted] = []
         self._lock = threading.Lock()
         self._said_errors: set[str] = set()
 
@@ -148,7 +168,7 @@ class Conversations:
             own = states[index * n : (index + 1) * n]
             front = own[0].sample if not own[0].earlier else own[0].earlier[0]
             completions = tuple(_completion(state, front.prompt_ids) for state in own)
-            groups.append(Group(prompt, front.prompt_ids, completions, version))
+            groups.append(Group(own[0].shown or prompt, front.prompt_ids, completions, version))
             if on_group is not None:
                 on_group(index, groups[-1])
         return groups
@@ -157,42 +177,47 @@ class Conversations:
         self, engine: Engine, states: Sequence[_State], sampling: SamplingParams, pool: ThreadPoolExecutor
     ) -> int:
         """Draw all turns; returns the version of the weights."""
+        for state in states:
+            state.max_tokens = min(self.max_tokens, self._context - len(state.sample.prompt_ids))
+            if state.max_tokens < 1 and state.reason is None:
+                state.reason = "context_full"
         going = [state for state in states if state.reason is None]
         if not going:
             self._check(states)
-        longest = max(len(state.sample.prompt_ids) for state in going)
-        max_tokens = min(self.max_tokens, self._context - longest)
-        if max_tokens < 1:
+            longest = max(len(state.sample.prompt_ids) for state in states)
             raise InputError(
-                f"a prompt has {longest} tokens, and the model's context of {self._context} leaves no room behind it; "
-                "shorten the prompts or the descriptions of the tools"
+                f"no prompt leaves room behind it: the longest has {longest} tokens, and the model's context holds "
+                f"{self._context}; shorten the prompts or the descriptions of the tools"
             )
+        first = tuple(min(self._max_new_tokens, state.max_tokens) for state in going)
         sampling = replace(
             sampling,
-            max_new_tokens=min(self._max_new_tokens, max_tokens),
-            min_new_tokens=min(sampling.min_new_tokens, max_tokens),
+            max_new_tokens=min(first),
+            min_new_tokens=min(sampling.min_new_tokens, *first),
             stop_token_ids=(*sampling.stop_token_ids, *call_ends(self._tokenizer)),
         )
 
         def on_turn(index: int, turn: Completion) -> Future[Continuation | None]:
-            return pool.submit(self._reply, going[index], turn, max_tokens)
+            return pool.submit(self._reply, going[index], turn)
 
         fronts = [replace(state.prompt, token_ids=state.sample.prompt_ids) for state in going]
-        return engine.converse(fronts, sampling, Dialogue(on_turn, max_tokens))
+        return engine.converse(fronts, sampling, Dialogue(on_turn, max(state.max_tokens for state in going), first))
 
     def _begin(self, prompt: Prompt, seed: int) -> _State:
         """The trajectory before its first turn, in an episode that has begun."""
         content = prompt.content
         given: tuple[Message, ...] = ({"role": "user", "content": content},) if isinstance(content, str) else content
         state = _State(prompt, list(given), len(given), _Sample(()))
-        state.episode = self._take()
+        state.hosted = self._take()
         row = {**prompt.columns, "prompt": [dict(message) for message in given], "seed": seed}
         opening = self._guarded(state, lambda episode: episode.reset(row))
         if isinstance(opening, str) and opening:
-            state.messages = [*given[:-1], {**given[-1], "content": f"{given[-1]['content']}{opening}"}]
+            state.messages = [*given[:-1], {**given[-1], "content": f"{given[-1]['content']}{clean(opening)}"}]
         elif opening is not None and not isinstance(opening, str):
-            state.messages = list(opening)
-        tools = [] if state.episode is None else list(state.episode.tools)
+            state.messages = [{**one, "content": clean(str(one.get("content", "")))} for one in opening]
+        if state.messages != list(given):
+            state.shown = replace(prompt, content=tuple(state.messages))
+        tools = [] if state.hosted is None else list(state.hosted.episode.tools)
         columns = {**prompt.columns, "tools": tools} if tools else prompt.columns
         content: Any = tuple(state.messages)
         state.prompt = with_tools(self._tokenizer, replace(prompt, content=content, columns=columns, token_ids=None))
@@ -201,13 +226,13 @@ class Conversations:
         state.sample = _Sample(encode_prompt(self._tokenizer, state.prompt))
         return state
 
-    def _reply(self, state: _State, turn: Completion, max_tokens: int) -> Continuation | None:
+    def _reply(self, state: _State, turn: Completion) -> Continuation | None:
         """What a turn is continued with; None if the trajectory ended."""
         sample = state.sample
         state.last, state.num_turns = turn, state.num_turns + 1
         front = (*sample.prompt_ids, *sample.token_ids)
         sample.add_turn(turn)
-        tools: Any = state.prompt.columns.get("tools") or (state.episode.tools if state.episode else ())
+        tools: Any = state.prompt.columns.get("tools") or (state.hosted.episode.tools if state.hosted else ())
         answer = parse_answer(self._tokenizer, front, turn.token_ids, tools, stop_ids=_ended_by(turn))
         begun_s = time.perf_counter()
         reply: Reply | None = self._guarded(state, lambda episode: _checked(episode.step(_said(turn, answer))))
@@ -231,7 +256,7 @@ class Conversations:
         if state.reason is not None:
             state.messages += reply.messages
             return self._end(state)
-        return self._continue(state, before, answer.message, turn, reply, max_tokens)
+        return self._continue(state, before, answer.message, turn, reply)
 
     def _reason(self, state: _State, turn: Completion, reply: Reply) -> StopReason | None:
         """Why the trajectory ends with this turn, None if it goes on."""
@@ -243,7 +268,7 @@ class Conversations:
         return "max_turns" if state.num_turns >= self._section.max_turns else None
 
     def _continue(
-        self, state: _State, before: Sequence[Message], answer: Message, turn: Completion, reply: Reply, max_tokens: int
+        self, state: _State, before: Sequence[Message], answer: Message, turn: Completion, reply: Reply
     ) -> Continuation | None:
         """The ids of the reply behind the turn, or those of a new sample if the template rewrites the history."""
         sample = state.sample
@@ -260,7 +285,7 @@ class Conversations:
             state.reason, state.error = "error", str(error)
             return self._end(state)
         first = state.earlier[0] if state.earlier else sample
-        room = len(first.prompt_ids) + max_tokens - len(front)
+        room = len(first.prompt_ids) + state.max_tokens - len(front)
         if room < 1:
             state.reason = "context_full" if self._context <= len(front) + self._max_new_tokens else "max_tokens"
             return self._end(state)
@@ -278,7 +303,7 @@ class Conversations:
 
     def _cut(self, message: Message) -> Message:
         """`message`, without the middle of a content that is too long."""
-        content, limit = str(message.get("content", "")), self._section.max_reply_tokens
+        content, limit = clean(str(message.get("content", ""))), self._section.max_reply_tokens
         if len(content) <= limit:  # a token has a character or more, but for bytes of rare ones
             return {**message, "content": content}
         content = content if len(content) <= 40 * limit else f"{content[: 20 * limit]}{content[-20 * limit :]}"
@@ -291,11 +316,11 @@ class Conversations:
 
     def _guarded(self, state: _State, call: Callable[[Episode], Any]) -> Any:
         """The result of a call of the trajectory's episode; None, and the reason noted, if it raises or hangs."""
-        episode = state.episode
-        if episode is None:
+        hosted = state.hosted
+        if hosted is None:
             return None
         try:
-            return self._calls.run(lambda: call(episode))
+            return hosted.run(call)
         except (InputError, EnvironmentFailedError):
             raise
         except TimeLimitError as error:
@@ -304,8 +329,8 @@ class Conversations:
             raise
         except BaseException as error:  # noqa: BLE001 - an environment may raise anything, an exit too
             state.reason, state.error = "error", f"{type(error).__name__}: {error}"
-        state.episode = None  # broken: nobody knows its state
-        self._abandon(episode)
+        state.hosted = None  # broken: nobody knows its state
+        hosted.close()  # so that a server's session does not stay
         with self._lock:
             if (kind := state.error.partition(":")[0]) not in self._said_errors:
                 self._said_errors.add(kind)
@@ -317,11 +342,6 @@ class Conversations:
                 )
         return None
 
-    def _abandon(self, episode: Episode) -> None:
-        """Close an episode that broke, so that a server's session does not stay; that too may fail or hang."""
-        with contextlib.suppress(Exception):
-            self._calls.run(episode.close)
-
     def _check(self, states: Sequence[_State]) -> None:
         broken = [state for state in states if state.error is not None]
         if len(broken) == len(states):
@@ -330,17 +350,37 @@ class Conversations:
                 f"{broken[0].error}"
             )
 
-    def _take(self) -> Episode:
+    def check(self) -> None:
+        """Make an episode, for the first trajectory.
+
+        Raises:
+            InputError: the environment cannot be made, or a tool of it has no schema.
+        """
+        self._idle.append(self._take())
+
+    def _take(self) -> _Hosted:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return self._open(self._calls)
+        calls = Calls(self._shared)
+        try:
+            return _Hosted(calls.run(lambda: self._open(calls)), calls)
+        except TunesmithError:
+            raise
+        except TimeLimitError as error:
+            raise InputError(
+                f"the environment took longer than {calls.timeout_s:g} s to be made; raise environment.timeout_s"
+            ) from error
+        except Exception as error:
+            raise InputError(
+                f"the environment cannot be made ({type(error).__name__}: {error}); correct it, or its arguments"
+            ) from error
 
     def _give_back(self, state: _State) -> None:
-        if state.episode is not None:
+        if state.hosted is not None:
             with self._lock:
-                self._idle.append(state.episode)
-            state.episode = None
+                self._idle.append(state.hosted)
+            state.hosted = None
 
     def close(self) -> None:
         """Close all episodes."""
@@ -386,7 +426,8 @@ def _completion(state: _State, front: tuple[int, ...]) -> Completion:
     if state.reward is not None:
         rewards.append(state.reward)
     reward = None if state.error is not None else sum(rewards)
-    messages = tuple(state.messages[state.num_before :])
+    said = tuple(state.messages[state.num_before :])
+    messages = said or ({"role": "assistant", "content": ""},)  # reward functions expect one
     is_cut = reason in ("max_turns", "max_tokens", "context_full")
 
     def completion(sample: _Sample, earlier: tuple[Completion, ...] = (), *, is_earlier: bool = False) -> Completion:

@@ -61,7 +61,13 @@ def source_factory(source: str, arguments: Mapping[str, Any]) -> Factory:
     """
     kind, _, name = source.partition(":")
     if kind not in PIP_NAMES:
-        return as_factory(load_named(source), arguments)
+        close = difflib.get_close_matches(kind, PIP_NAMES, n=1)
+        if close and "." not in kind and "/" not in kind:
+            raise InputError(f"environment {source!r} is of no known package; did you mean `{close[0]}:{name}`?")
+        found = load_named(source, "environment")
+        if not callable(found):
+            raise InputError(f"environment {source!r} is of type {type(found).__name__}; name a class, or a function")
+        return as_factory(found, arguments)
     arguments = {key: value for key, value in arguments.items() if key != NUM_ROWS}
     if kind == "openenv":
         server = _server(name, arguments)

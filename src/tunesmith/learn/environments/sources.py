@@ -21,35 +21,47 @@ Tool = Callable[..., Any]
 def opener(
     section: EnvironmentSection,
     *,
-    tools: Sequence[Tool] = (),
+    tools: Sequence[Tool | str] = (),
     environment_factory: Callable[[], object] | None = None,
 ) -> Open | None:
     """Makes episodes of the recipe's `section`, or of what is given in its place; None if there is neither.
 
     Raises:
-        InputError: a source leads nowhere, or a tool has no schema.
+        InputError: a source leads nowhere, both a source and a factory are given, or a tool is none.
     """
-    functions = [*(tool_of(name, section) for name in section.tools), *tools]
+    functions = [tool_of(one, section) for one in (*section.tools, *tools)]
     factory: Callable[[], object] | None = None
     if environment_factory is not None:
-        factory = as_factory(environment_factory, {})
+        if section.source is not None:
+            raise InputError(
+                f"environment.source is {section.source}, and an environment_factory is given; give one of them"
+            )
+        if not callable(environment_factory):
+            kind = type(environment_factory).__name__
+            raise InputError(f"environment_factory is of type {kind}; give a class, or a function that makes one")
+        factory = as_factory(environment_factory, section.arguments)
     elif section.source is not None:
         factory = source_factory(section.source, section.arguments)
+    elif section.arguments:
+        raise InputError("environment.arguments are those of environment.source, which is not set; set it")
     if factory is None and not functions:
         return None
 
     def open_episode(calls: Calls) -> Episode:
-        make = factory
-        made = None if make is None else calls.run(lambda: calls.wait(make()))
+        made = None if factory is None else calls.wait(factory())
         return episode_of(made, functions, calls)
 
     return open_episode
 
 
-def tool_of(source: str, section: EnvironmentSection) -> Tool:
-    """The tool that a recipe names. Raises InputError for a name that leads nowhere, or to what cannot be called, and
-    for `python` on a machine that cannot lock it in.
+def tool_of(source: Tool | str, section: EnvironmentSection) -> Tool:
+    """The tool that `source` is or names. Raises InputError for a name that leads nowhere, for what has no name or
+    cannot be called, and for `python` on a machine that cannot lock it in.
     """
+    if not isinstance(source, str):
+        if not callable(source) or not hasattr(source, "__name__"):
+            raise InputError(f"the tool {source!r} is of type {type(source).__name__}; give a function, or a method")
+        return source
     if source == "calculator":
         return calculator
     if source == "python":
@@ -62,7 +74,7 @@ def tool_of(source: str, section: EnvironmentSection) -> Tool:
         return FileSearch(section.search_folder).search
     if ":" not in source:
         raise InputError(f"tool {source!r} is none of {', '.join(BUILTIN_TOOLS)}, nor `./file.py:name`")
-    found = load_named(source)
+    found = load_named(source, "tool")
     if not callable(found):
         raise InputError(f"tool {source!r} is of type {type(found).__name__}; name a function")
     return found

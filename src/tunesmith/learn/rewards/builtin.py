@@ -292,7 +292,7 @@ def _shown(gold: object) -> str:
 def environment() -> RewardFunction:
     """The sum of what an environment gave for the whole trajectory and for its turns; none if something broke."""
 
-    def environment(trajectories: Sequence[Trajectory | None], **_: object) -> list[float | None]:
+    def environment(trajectories: Sequence[Trajectory | None]) -> list[float | None]:
         if any(one is None for one in trajectories):
             raise RewardError(
                 "the reward `environment` is that of an environment, but there is none; set `environment`"

@@ -323,9 +323,9 @@ class FunctionReward(CalledReward):
     ) -> dict[str, object]:
         offered = _offered(columns, extras)
         self._check_offered(offered)
-        wanted = offered
+        named = {parameter.name for parameter in self._parameters or ()}
+        wanted = [name for name in offered if name not in _IF_NAMED or name in named]
         if self._parameters is not None and all(one.kind is not one.VAR_KEYWORD for one in self._parameters):
-            named = {parameter.name for parameter in self._parameters}
             wanted = [name for name in offered if name in named]
         return {
             name: extras[name] if name in extras else [_argument(name, sample) for sample in samples] for name in wanted
@@ -346,6 +346,8 @@ class FunctionReward(CalledReward):
 
 
 _EXTRAS = ("trainer_state", "log_extra", "log_metric")
+_IF_NAMED = ("trajectories",)
+"""Arguments that TRL does not give; so a function with `**kwargs` has them only if it names them."""
 
 
 def _offered(columns: Sequence[str], extras: Mapping[str, object]) -> list[str]:

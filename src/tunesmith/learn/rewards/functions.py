@@ -31,21 +31,21 @@ def load_function(source: str) -> RewardFunction:
     return check_callable(load_named(source), source)
 
 
-def load_named(source: str) -> Any:
+def load_named(source: str, kind: str = "reward") -> Any:
     """What `./file.py:name` or `package.module:name` names.
 
     The file or module is executed; its folder, or the current one, is added to the end of the import path as Python
-    does for a script. Raises RewardError if it does not exist, fails to import, has no such name (the closest one is
-    suggested).
+    does for a script. Raises RewardError, which says its `kind`, if it does not exist, fails to import, has no such
+    name (the closest one is suggested).
     """
     place, _, name = source.rpartition(":")
     if not place or not name:
-        raise RewardError(f"reward {source!r} names no function; write {_FORMS}")
-    module = _load_file(Path(place), source) if _is_file(place) else _import(place, source)
+        raise RewardError(f"{kind} {source!r} names no function; write {_FORMS}")
+    module = _load_file(Path(place), f"{kind} {source!r}") if _is_file(place) else _import(place, f"{kind} {source!r}")
     function = module
     for part in name.split("."):
         if not hasattr(function, part):
-            raise RewardError(f"reward {source!r}: {place} has no `{part}`{_suggestion(part, function)}")
+            raise RewardError(f"{kind} {source!r}: {place} has no `{part}`{_suggestion(part, function, kind)}")
         function = getattr(function, part)
     return function
 
@@ -103,29 +103,29 @@ def _is_file(place: str) -> bool:
     return place.endswith(".py") or "/" in place
 
 
-def _load_file(path: Path, source: str) -> ModuleType:
+def _load_file(path: Path, what: str) -> ModuleType:
     file = path.expanduser().resolve()
     if not file.is_file():
-        raise RewardError(f"reward {source!r}: the file {path} does not exist; write {_FORMS}")
+        raise RewardError(f"{what}: the file {path} does not exist; write {_FORMS}")
     name = f"tunesmith_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise RewardError(f"reward {source!r}: {path} is no Python file; write {_FORMS}")
+        raise RewardError(f"{what}: {path} is no Python file; write {_FORMS}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look their module up by name
-    with _importing(file.parent, f"reward {source!r}: {path}"):
+    with _importing(file.parent, f"{what}: {path}"):
         spec.loader.exec_module(module)
     return module
 
 
-def _import(name: str, source: str) -> ModuleType:
+def _import(name: str, what: str) -> ModuleType:
     top = name.partition(".")[0]
     if not all(part.isidentifier() for part in name.split(".")):
-        raise RewardError(f"reward {source!r}: {name!r} is no module path; write {_FORMS}")
-    with _importing(Path.cwd(), f"reward {source!r}: module {name}"):
+        raise RewardError(f"{what}: {name!r} is no module path; write {_FORMS}")
+    with _importing(Path.cwd(), f"{what}: module {name}"):
         if importlib.util.find_spec(top) is not None:
             return importlib.import_module(name)
-    raise RewardError(f"reward {source!r}: there is no module `{top}`; for a file write `./{top}.py:...`")
+    raise RewardError(f"{what}: there is no module `{top}`; for a file write `./{top}.py:...`")
 
 
 @contextmanager
@@ -139,9 +139,12 @@ def _importing(folder: Path, what: str) -> Generator[None, None, None]:
         raise RewardError(f"{what} fails to import: {type(error).__name__}: {error}{last_line_of(error)}") from error
 
 
-def _suggestion(name: str, module: object) -> str:
+def _suggestion(name: str, module: object, kind: str) -> str:
     members = getattr(module, "__dict__", {})
     offered = [k for k, v in members.items() if callable(v) and not inspect.isclass(v) and not k.startswith("_")]
+    if kind == "environment":  # as a rule a class of the file's own
+        own = [k for k, v in members.items() if getattr(v, "__module__", None) == getattr(module, "__name__", "")]
+        offered = [key for key in own if not key.startswith("_")]
     close = difflib.get_close_matches(name, offered, n=1)
     if close:
         return f"; did you mean `{close[0]}`?"

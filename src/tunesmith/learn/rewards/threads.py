@@ -104,6 +104,7 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._left_behind = _LeftBehind()
+        self._starting = threading.Lock()
 
     def run(self, coroutine: Coroutine[object, object, T], timeout_s: float | None) -> T:
         """Result of `coroutine`.
@@ -128,11 +129,13 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._running()[0])
 
     def _running(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-        if self._loop is None or self._thread is None or not self._thread.is_alive():
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tunesmith-rewards", daemon=True)
-            self._thread.start()
-        return self._loop, self._thread
+        with self._starting:  # calls may come from several threads
+            if self._loop is None or self._thread is None or not self._thread.is_alive():
+                self._loop = asyncio.new_event_loop()
+                arguments = {"target": _run_loop, "args": (self._loop,), "name": "tunesmith-rewards", "daemon": True}
+                self._thread = threading.Thread(**arguments)
+                self._thread.start()
+            return self._loop, self._thread
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

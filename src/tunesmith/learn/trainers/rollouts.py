@@ -42,7 +42,7 @@ from tunesmith.learn.environments.episodes import Conversations
 from tunesmith.learn.environments.packages import rows_of
 from tunesmith.learn.environments.sources import opener
 from tunesmith.learn.evaluation import accuracy
-from tunesmith.learn.rewards.functions import file_of
+from tunesmith.learn.rewards.functions import file_of, identity_of
 from tunesmith.learn.rewards.outcome import TrainerState
 from tunesmith.learn.rewards.scorer import Scorer, Scores
 from tunesmith.learn.trainers import metrics, setup
@@ -191,8 +191,7 @@ class PolicyTask:
             )
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
         self._learner, self._rewards = learner, inputs.rewards
-        tools, factory = inputs.tools or (), inputs.environment_factory
-        self._open_episode = opener(cfg.environment, tools=tools, environment_factory=factory)
+        self.conversations = self._conversations(inputs)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -239,15 +238,6 @@ class PolicyTask:
         tokenizer, scale = self.loaded.tokenizer, self.cfg.scale
         ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of, scale.swap_tokens)
         engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, value_head, scale, ahead)
-        conversations = None
-        if self._open_episode is not None:
-            conversations = Conversations(
-                self._open_episode,
-                tokenizer,
-                self.cfg.environment,
-                max_new_tokens=self.cfg.rollout.max_new_tokens,
-                context=context_length(self.loaded.model),
-            )
         return Rollouts(
             engine,
             self.scorer,
@@ -255,8 +245,32 @@ class PolicyTask:
             self.cfg.run.seed,
             self.num_steps,
             len(self.data.train),
-            conversations,
+            self.conversations,
         )
+
+    def _conversations(self, inputs: Inputs) -> Conversations | None:
+        """What the policy talks to, of which one episode is made, so that what is wrong with it is said at once."""
+        section = self.cfg.environment
+        factory, tools = inputs.environment_factory, inputs.tools or ()
+        open_episode = opener(section, tools=tools, environment_factory=factory)
+        given = {"environment": factory, **{f"tool {number}": tool for number, tool in enumerate(tools)}}
+        self._given = {name: identity_of(one) for name, one in given.items() if one is not None}
+        if open_episode is None:
+            return None
+        found = Conversations(
+            open_episode,
+            self.loaded.tokenizer,
+            section,
+            max_new_tokens=self.cfg.rollout.max_new_tokens,
+            context=context_length(self.loaded.model),
+        )
+        found.check()
+        return found
+
+    def close(self) -> None:
+        """Close the episodes of the environment, if there is one."""
+        if self.conversations is not None:
+            self.conversations.close()
 
     def prepare(self, learner: PolicyLearner, progress: bool) -> dict[str, str]:
         """Hashes of the model, the prompts and the rewards. A reward function is hashed by its file, or by its source
@@ -273,6 +287,7 @@ class PolicyTask:
             **({"the demonstrations": fingerprint_of_rows(self.demonstrations)} if self.demonstrations else {}),
             "the rewards": ", ".join(self.scorer.names),
             **{f"the reward function {name}": code for name, code in self.scorer.functions.items()},
+            **{f"the {name}": code for name, code in self._given.items()},
             **{
                 f"the environment's file {place}": fingerprint_of_file(file)
                 for place, file in self._environment_files()

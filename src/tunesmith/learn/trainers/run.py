@@ -148,6 +148,22 @@ def lead(
     """
     device = setup.prepare(cfg)
     task = task_of(cfg, inputs, device, algorithm)
+    try:
+        return led(cfg, task, device, open_run, progress, asked)
+    finally:
+        if isinstance(task, PolicyTask):
+            task.close()
+
+
+def led(
+    cfg: Recipe,
+    task: Task,
+    device: torch.device,
+    open_run: Callable[..., AbstractContextManager[Session]],
+    progress: bool,
+    asked: tuple[int, Listener],
+) -> setup.RunResult:
+    """The run of `task`, as of `lead`."""
     tokens_of(task).check()
     cost = cost_of(cfg, task, task.estimate()) if progress else Work()  # before the model is divided among ranks
     learner = task.build()

@@ -207,7 +207,7 @@ class WorkerEngine:
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
         """See `engine.Engine.converse`; in rounds, with the tokens of one process."""
 
-        def draw(asked: Sequence[Prompt], own: SamplingParams, keys: Sequence[NoiseKey] | None) -> list[Group]:
+        def draw(asked: Sequence[Prompt], own: SamplingParams, keys: Sequence[NoiseKey]) -> list[Group]:
             return self.draw(self.ask(asked, 1, own, keys=keys))
 
         with self._turns, self.waiting():
