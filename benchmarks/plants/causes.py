@@ -292,6 +292,7 @@ NOT_RUN: Mapping[str, str] = {
     "waiting_ranks": "training runs in one process",
     "engine_reload": "the setting is the default, and no run here is named for it: packed weights are small",
     "slow_callback": "a callback is given in Python, and these runs are started as commands",
+    "slow_tools": "these runs talk to no environment; `benchmarks.environments` measures one whose tools are slow",
     "slow_data": "rows are read before training, so the plant would be a defect",
     "garbage_collection": "it depends on the version of Python how long a collection takes",
     "throttled": "it takes the right to set the quota of a control group",

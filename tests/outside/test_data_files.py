@@ -95,7 +95,6 @@ def test_a_reward_model_with_another_template_sees_the_tools(tokenizer: PreTrain
 @pytest.mark.parametrize(
     ("further", "message"),
     [
-        ({"tools": TOOLS}, "has `tools` for the chat template, which does not read it"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "`enable_thinking` for the chat template"),
         ({"chat_template_kwargs": {"add_generation_prompt": True}}, "sets `add_generation_prompt`, which the trainer"),
         ({"chat_template_kwargs": "x"}, "`chat_template_kwargs` is text; give an object"),
@@ -122,7 +121,7 @@ def test_a_reward_model_with_another_template_sees_the_tools(tokenizer: PreTrain
 def test_what_the_template_does_not_read_is_refused_by_name(
     row: dict[str, Any], further: dict[str, Any], message: str
 ) -> None:
-    """A template without tools, arguments that it lacks, pictures: never without a word. Reported: issue 45.5."""
+    """Arguments that a template lacks, pictures: never without a word. Reported: issue 45.5."""
     tokenizer = byte_tokenizer()
     rows = [{**row, **further}] * 2
     with pytest.raises(DataError, match=message):
@@ -253,3 +252,19 @@ def test_a_reward_gets_the_columns_of_all_rows_at_every_step() -> None:
     rows = [{"prompt": "2 + 2 =", "answer": 4}, {"prompt": "Rain?"}]
     prompts = sets.prompt_sets(PromptsSection(), byte_tokenizer(), 0, rows).train
     assert [dict(prompt.columns) for prompt in prompts] == [{"answer": 4}, {"answer": None}]
+
+
+def test_tools_of_a_row_are_described_where_the_template_does_not_read_them() -> None:
+    """One file of rows with tools is for models of all kinds. Reported: issue 47.4."""
+    tokenizer, pairs = byte_tokenizer(), PairsSection(heldout_fraction=0)
+    rows = [{"prompt": [USER], "tools": TOOLS}] * 2
+    told = '{"type": "function"'
+    (prompt, _) = sets.prompt_sets(PromptsSection(), tokenizer, 0, rows).train
+    assert told in decode(tokenizer, encode_prompt(tokenizer, prompt))
+    rows = [{**row, "completion": [REPLY]} for row in rows]
+    demonstrations = sets.demonstration_sets(DemonstrationsSection(heldout_fraction=0), tokenizer, 0, rows).train
+    assert told in decode(tokenizer, demonstrations[0].ids)
+    rows = [{"prompt": [USER], "tools": TOOLS, "chosen": [REPLY], "rejected": [OTHER]}] * 2
+    assert sets.preference_sets(pairs, tokenizer, 0, rows).train
+    judged = [{"prompt": [USER], "tools": TOOLS, "completion": [REPLY], "label": number == 0} for number in range(2)]
+    assert sets.direct_sets(pairs, tokenizer, DPOSection(loss="kto"), 0, judged).train

@@ -31,6 +31,11 @@ FIXED: Mapping[str, object] = {
     "rollout.server_folder": None,
     "rollout.vllm_options": {},
     "scale.address": None,
+    "environment.source": None,
+    "environment.arguments": {},
+    "environment.tools": (),
+    "environment.search_folder": None,
+    "environment.allow_unconfined": False,
 }
 """Keys that a page may not set: they run code, write files, or connect to other machines."""
 

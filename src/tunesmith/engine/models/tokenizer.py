@@ -88,8 +88,8 @@ def encode_completed(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, complet
         if not prompt.content and ids[: len(prompt_ids)] != prompt_ids:
             ids = prompt_ids + ids
         return Completed(prompt_ids, ids[len(prompt_ids) :])
-    continues = is_continued(prompt.content)
-    return _completed(tokenizer, prompt, prompt.content, messages_of(completion), continues=continues)
+    prompt, before, answer = _with_tools(tokenizer, prompt, prompt.content, messages_of(completion))
+    return _completed(tokenizer, prompt, before, answer, continues=is_continued(before))
 
 
 def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[int, ...]:
@@ -125,7 +125,9 @@ def encode_as_others(
         ids = encode_pair_side(tokenizer, prompt, completion)
         is_added = ids[-1:] == (tokenizer.eos_token_id,) and not str(completion).endswith(str(tokenizer.eos_token))
         return ids[:-1] if is_added and not ends_text else ids
-    return encode_rendered(tokenizer, whole_text(tokenizer, prompt, messages_of(completion)))
+    before = () if isinstance(prompt.content, str) else prompt.content
+    prompt, before, answer = _with_tools(tokenizer, prompt, before, messages_of(completion))
+    return encode_rendered(tokenizer, whole_text(tokenizer, replace(prompt, content=before), answer))
 
 
 def ending_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, tuple[int, ...]]:
@@ -333,6 +335,7 @@ def _last_turn(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, before: Sequence[Message], answer: Sequence[Message]
 ) -> Completed:
     """The last turn of the assistant, as the completion of all that is before it."""
+    prompt, before, answer = _with_tools(tokenizer, prompt, tuple(before), tuple(answer))
     roles = [message["role"] for message in answer]
     last = len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else 0
     continues = is_continued(before) and not last
