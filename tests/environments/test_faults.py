@@ -194,6 +194,26 @@ def test_calls_of_an_episode_are_made_in_one_thread_until_it_is_closed() -> None
     assert len(set.union(*threads)) == 8
 
 
+def test_an_episode_that_hangs_is_closed_once_its_call_ends() -> None:
+    ended = threading.Event()
+    made: list[Echo] = []
+
+    def make() -> Echo:
+        made.append(Echo(lambda: ended.wait(60) and None))
+        return made[-1]
+
+    begun_s = time.monotonic()
+    draw(make, timeout_s=0.3)
+    assert time.monotonic() - begun_s < 30
+    assert [one.is_closed for one in made] == [not one._is_bad for one in made]
+    ended.set()
+    for _ in range(100):
+        if all(one.is_closed for one in made):
+            break
+        time.sleep(0.05)
+    assert all(one.is_closed for one in made)
+
+
 def test_halves_of_surrogate_pairs_break_nothing() -> None:
     class Odd(Echo):
         def reset(self, row: Mapping[str, Any]) -> Any:

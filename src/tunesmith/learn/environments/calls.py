@@ -62,14 +62,19 @@ class Calls:
         """The result of `call`. Raises what it raises, and TimeLimitError, after which it may still run: the episode is
         not to be called again.
         """
-        future: Future[T] = Future()
+        future = self.submit(call)
         ended = threading.Event()
         future.add_done_callback(lambda _: ended.set())
-        self._tasks.put((call, future))
         if ended.wait(self.timeout_s):
             return future.result()
         self._shared.leave(self._thread)
         raise TimeLimitError(f"it took longer than {self.timeout_s:g} s")
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """The future of `call`, which is made after those before it."""
+        future: Future[T] = Future()
+        self._tasks.put((call, future))
+        return future
 
     def wait(self, result: Any) -> Any:
         """`result`, or that of the coroutine that it is."""

@@ -83,6 +83,11 @@ class _Hosted:
             self.run(lambda episode: episode.close())
         self.calls.end()
 
+    def leave(self) -> None:
+        """Have a thread that hangs close the episode and end, should its call end after all."""
+        self.calls.submit(self.episode.close)
+        self.calls.end()
+
 
 @dataclass(slots=True, eq=False)
 class _State:
@@ -325,12 +330,13 @@ class Conversations:
             raise
         except TimeLimitError as error:
             state.reason, state.error = "time_limit", f"TimeLimitError: {error}"
+            hosted.leave()
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - an environment may raise anything, an exit too
             state.reason, state.error = "error", f"{type(error).__name__}: {error}"
+            hosted.close()  # so that a server's session does not stay
         state.hosted = None  # broken: nobody knows its state
-        hosted.close()  # so that a server's session does not stay
         with self._lock:
             if (kind := state.error.partition(":")[0]) not in self._said_errors:
                 self._said_errors.add(kind)
