@@ -240,7 +240,9 @@ class Conversations:
         tools: Any = state.prompt.columns.get("tools") or (state.hosted.episode.tools if state.hosted else ())
         answer = parse_answer(self._tokenizer, front, turn.token_ids, tools, stop_ids=_ended_by(turn))
         begun_s = time.perf_counter()
-        reply: Reply | None = self._guarded(state, lambda episode: _checked(episode.step(_said(turn, answer))))
+        reply: Reply | None = self._guarded(
+            state, lambda episode: _checked(episode.step(_said(turn, answer, has_tools=bool(tools))))
+        )
         reply_s = time.perf_counter() - begun_s
         before = tuple(state.messages)
         state.messages.append(answer.message)
@@ -399,7 +401,9 @@ def _ended_by(turn: Completion) -> tuple[int, ...]:
     return turn.token_ids[-1:] if turn.finish_reason == "stop" else ()
 
 
-def _said(turn: Completion, answer: Answer) -> Said:
+def _said(turn: Completion, answer: Answer, *, has_tools: bool) -> Said:
+    if not has_tools and (answer.calls or answer.malformed is not None):
+        return Said(turn.text)  # to a game the whole answer is the move, whatever it looks like
     calls = [Call(one.name, one.arguments) for one in answer.calls]
     if answer.malformed is not None:
         calls.append(Call("", {}, answer.malformed))
