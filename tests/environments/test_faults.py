@@ -13,7 +13,7 @@ from tunesmith.base.config.sections import EnvironmentSection
 from tunesmith.base.core.errors import EnvironmentFailedError, InputError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.pack import completion_of_rows, pack
-from tunesmith.engine.batch.rollout import Completion, SamplingParams, Trajectory
+from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams, Trajectory, Turn
 from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.models.turns import parse_answer
 from tunesmith.engine.rollout.factory import open_engine
@@ -259,6 +259,25 @@ def test_an_environment_that_cannot_be_made_is_named() -> None:
 
     with pytest.raises(InputError, match=r"the environment cannot be made .OSError: no such server"):
         draw(fails_to_begin)
+
+
+def test_turns_are_counted_through_the_samples_of_a_trajectory() -> None:
+    def sample(*turns: Turn, earlier: tuple[Completion, ...] = ()) -> Completion:
+        zeros = (0.0,) * 6
+        trajectory = Trajectory(turns, (), "completed", 1.0)
+        return Completion((5,) * 6, zeros, zeros, "", "stop", trajectory=trajectory, prompt_ids=(7, 8), earlier=earlier)
+
+    first = sample(Turn(0, 2, 0.5), Turn(3, 4))
+    whole, other = sample(Turn(1, 3, 0.25), earlier=(first,)), sample(Turn(0, 6, 1.0))
+    groups = [Group(PROMPTS[0], (9,), (whole, other), 0)]
+    sequences = pack(groups, 0)
+    assert completion_of_rows(groups) == [0, 0, 1]
+    assert sequences.ids_BS[:, :2].tolist() == [[7, 8]] * 3
+    assert sequences.mask_BT.int().tolist() == [[1, 1, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0], [1] * 6]
+    assert sequences.turns is not None
+    assert sequences.turns.index_BT.tolist() == [[0, 0, 0, 1, 0, 0], [0, 2, 2, 0, 0, 0], [0] * 6]
+    assert sequences.turns.reward_BT.tolist() == [[0, 0.5, 0, 0, 0, 0], [0, 0, 0.25, 0, 0, 0], [0] * 5 + [1.0]]
+    assert pack(groups, 0, rows=[1]).turns.reward_BT.tolist() == [[0] * 5 + [1.0]]
 
 
 class Tools:

@@ -131,6 +131,15 @@ def check_turn(
     return parsed
 
 
+def check_talk(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, rounds: Any) -> None:
+    """Check each turn of a conversation."""
+    prompt = with_tools(tokenizer, prompt)
+    messages: list[Any] = list(prompt.content)
+    for answer, new in rounds:
+        parsed = check_turn(tokenizer, prompt, messages, answer, new)
+        messages += [parsed.message, *new]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sampled_turns_and_suffixes_are_the_template_s_text(name: str) -> None:
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
@@ -138,12 +147,7 @@ def test_sampled_turns_and_suffixes_are_the_template_s_text(name: str) -> None:
     @EXAMPLES
     @given(talks(family))
     def check(talk: Any) -> None:
-        prompt, rounds = talk
-        prompt = with_tools(tokenizer, prompt)
-        messages: list[Any] = list(prompt.content)
-        for answer, new in rounds:
-            parsed = check_turn(tokenizer, prompt, messages, answer, new)
-            messages += [parsed.message, *new]
+        check_talk(tokenizer, *talk)
 
     check()
 
@@ -412,11 +416,6 @@ def test_the_real_tokenizer_of_smollm2(smollm2: PreTrainedTokenizerBase) -> None
     @settings(deadline=None, max_examples=25)
     @given(talks(FAMILIES["SmolLM2"]))
     def check(talk: Any) -> None:
-        prompt, rounds = talk
-        prompt = with_tools(smollm2, prompt)
-        messages: list[Any] = list(prompt.content)
-        for answer, new in rounds:
-            parsed = check_turn(smollm2, prompt, messages, answer, new)
-            messages += [parsed.message, *new]
+        check_talk(smollm2, *talk)
 
     check()

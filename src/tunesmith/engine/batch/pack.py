@@ -4,13 +4,14 @@ Shape legend: B sequences, S positions of prompt and completion, T completion to
 to the t-th completion token of its row, whatever the length of the prompt; columns behind the last token are padding.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self, TypeVar
 
 import torch
 
-from tunesmith.engine.batch.rollout import Completion, Group
+from tunesmith.engine.batch.rollout import Completion, Group, Turn
 
 T = TypeVar("T")
 
@@ -102,11 +103,8 @@ def pack(
     many rows, see `completion_of_rows`.
     """
     every = [(group.prompt_token_ids, completion) for group in groups for completion in group.completions]
-    taken = [
-        (sample.prompt_ids or prompt, sample)
-        for prompt, completion in (every if rows is None else [every[row] for row in rows])
-        for sample in completion.samples
-    ]
+    chosen = every if rows is None else [every[row] for row in rows]
+    taken = [(sample.prompt_ids or prompt, sample) for prompt, completion in chosen for sample in completion.samples]
     prompt_lengths = [len(prompt) for prompt, _ in taken]
     completion_lengths = [len(completion.token_ids) for _, completion in taken]
     ids_BS = _padded([(*prompt, *completion.token_ids) for prompt, completion in taken], pad_id)
@@ -118,7 +116,7 @@ def pack(
     turns = None
     if any(completion.trajectory is not None for _, completion in taken):
         mask_BT = _padded([completion.is_sampled for _, completion in taken], False)
-        turns = _turns([completion for _, completion in taken], mask_BT.shape[1])
+        turns = _turns([completion for _, completion in chosen], mask_BT.shape[1])
         turns = TurnTokens(turns.index_BT.to(device), turns.reward_BT.to(device))
     lengths_B = torch.tensor(prompt_lengths) + torch.tensor(completion_lengths)
     return Sequences(
@@ -139,19 +137,22 @@ def completion_of_rows(groups: Sequence[Group], rows: Sequence[int] | None = Non
     return [row for row in (range(len(every)) if rows is None else rows) for _ in every[row].samples]
 
 
-def _turns(samples: Sequence[Completion], width: int) -> TurnTokens:
-    """The turns of samples in the order of `Completion.samples`, which ends with the one that knows the earlier."""
-    index_BT = torch.zeros((len(samples), width), dtype=torch.int64)
-    reward_BT = torch.zeros((len(samples), width))
-    offset = 0
-    for row, sample in enumerate(samples):
-        for place, turn in enumerate(sample.trajectory_turns, offset):
-            index_BT[row, turn.start : turn.stop] = place
-            if turn.reward is not None:
-                reward_BT[row, turn.stop - 1] = turn.reward
-        is_last = not sample.is_earlier
-        offset = 0 if is_last else offset + len(sample.trajectory_turns)
+def _turns(completions: Sequence[Completion], width: int) -> TurnTokens:
+    """The turns of all samples of `completions`, numbered within each completion."""
+    rows = [turns for completion in completions for turns in _numbered(completion)]
+    index_BT = torch.zeros((len(rows), width), dtype=torch.int64)
+    reward_BT = torch.zeros((len(rows), width))
+    for row, turns in enumerate(rows):
+        for number, turn in turns:
+            index_BT[row, turn.start : turn.stop] = number
+            reward_BT[row, turn.stop - 1] = turn.reward or 0.0
     return TurnTokens(index_BT, reward_BT)
+
+
+def _numbered(completion: Completion) -> list[list[tuple[int, Turn]]]:
+    """The turns of each sample, with their numbers in the trajectory."""
+    numbers = itertools.count()
+    return [[(next(numbers), turn) for turn in sample.trajectory_turns] for sample in completion.samples]
 
 
 def _padded(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:

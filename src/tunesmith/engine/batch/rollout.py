@@ -94,7 +94,7 @@ class Completion:
     With a `trajectory`, `token_ids` are those of all turns and of the replies between them, whose log-probs are 0.0;
     `text` is that of the last turn. Where the chat template writes the history otherwise once a turn follows, another
     sample begins: `earlier` are the ones before it, each with its own turns, and `prompt_ids` is what stands before
-    this one; None if that is the group's prompt. Those have `is_earlier` set.
+    this one; None if that is the group's prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -107,7 +107,6 @@ class Completion:
     trajectory: Trajectory | None = None
     prompt_ids: tuple[int, ...] | None = None
     earlier: tuple["Completion", ...] = ()
-    is_earlier: bool = False
 
     @property
     def samples(self) -> tuple["Completion", ...]:

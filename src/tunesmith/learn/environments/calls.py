@@ -1,6 +1,7 @@
 """Calls of environments that may raise or hang: within a time limit, those of an episode in a thread of its own."""
 
 import asyncio
+import contextvars
 import inspect
 import queue
 import threading
@@ -9,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tunesmith.base.core.errors import EnvironmentFailedError
-from tunesmith.learn.rewards.threads import EventLoop
+from tunesmith.learn.rewards.threads import EventLoop, Task, ended, serve
 
 T = TypeVar("T")
 
@@ -54,8 +55,8 @@ class Calls:
         shared = shared if isinstance(shared, Shared) else Shared(shared)
         self.timeout_s = shared.timeout_s
         self._shared = shared
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="tunesmith-environment", daemon=True)
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=serve, args=(self._tasks,), name="tunesmith-environment", daemon=True)
         self._thread.start()
 
     def run(self, call: Callable[[], T]) -> T:
@@ -63,9 +64,7 @@ class Calls:
         not to be called again.
         """
         future = self.submit(call)
-        ended = threading.Event()
-        future.add_done_callback(lambda _: ended.set())
-        if ended.wait(self.timeout_s):
+        if ended(future, self.timeout_s):
             return future.result()
         self._shared.leave(self._thread)
         raise TimeLimitError(f"it took longer than {self.timeout_s:g} s")
@@ -73,7 +72,7 @@ class Calls:
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """The future of `call`, which is made after those before it."""
         future: Future[T] = Future()
-        self._tasks.put((call, future))
+        self._tasks.put((contextvars.copy_context(), call, future))
         return future
 
     def wait(self, result: Any) -> Any:
@@ -89,13 +88,3 @@ class Calls:
     def end(self) -> None:
         """End the thread, once the call in it has ended."""
         self._tasks.put(None)
-
-
-def _serve(tasks: "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]") -> None:
-    while (task := tasks.get()) is not None:
-        call, future = task
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - an exit too is for the thread that waits
-            future.set_exception(error)
-        del task, call, future  # what a call returned is not to be kept until the next

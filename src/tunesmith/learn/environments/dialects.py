@@ -46,12 +46,11 @@ def episode_of(made: object, functions: Functions, calls: Calls) -> Episode:
     """
     if isinstance(made, EpisodeMaker):
         return made.episode(functions, calls)
-    has = {name for name in ("tools", "reset", "step", "reward", "close", "init") if hasattr(made, name)}
-    if has >= {"tools", "reset", "step", "reward", "close"}:
-        return made  # type: ignore[return-value]
-    if made is None or "step" not in has or hasattr(made, "get_reward"):
+    if isinstance(made, Episode):
+        return made
+    if made is None or not hasattr(made, "step") or hasattr(made, "get_reward"):
         return ToolEpisode(made, functions, calls.wait)
-    if "init" in has:
+    if hasattr(made, "init"):
         raise InputError(
             f"{type(made).__name__} is an environment of skyrl-gym, which is made anew for each row; give its class, "
             "or `skyrl_gym:ID` if it is registered"

@@ -440,7 +440,7 @@ def _completion(state: _State, front: tuple[int, ...]) -> Completion:
     messages = said or ({"role": "assistant", "content": ""},)  # reward functions expect one
     is_cut = reason in ("max_turns", "max_tokens", "context_full")
 
-    def completion(sample: _Sample, earlier: tuple[Completion, ...] = (), *, is_earlier: bool = False) -> Completion:
+    def completion(sample: _Sample, earlier: tuple[Completion, ...] = ()) -> Completion:
         return Completion(
             tuple(sample.token_ids),
             tuple(sample.logps),
@@ -451,7 +451,6 @@ def _completion(state: _State, front: tuple[int, ...]) -> Completion:
             trajectory=Trajectory(tuple(sample.turns), messages, reason, reward, state.error),
             prompt_ids=None if sample.prompt_ids == front else sample.prompt_ids,
             earlier=earlier,
-            is_earlier=is_earlier,
         )
 
-    return completion(state.sample, tuple(completion(one, is_earlier=True) for one in state.earlier))
+    return completion(state.sample, tuple(map(completion, state.earlier)))

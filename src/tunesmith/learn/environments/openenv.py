@@ -174,7 +174,7 @@ class Session:
             if "CAPACITY_REACHED" in str(error):
                 raise InputError(
                     f"the OpenEnv server has no room for another session ({error}); each completion of a step has "
-                    "one: start it with a larger max_concurrent_envs, or lower batch.prompts or the group's size"
+                    "one: start it with a larger max_concurrent_envs, or lower rollout.prompts_per_step"
                 ) from error
             raise
 

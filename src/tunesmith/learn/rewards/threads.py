@@ -17,7 +17,7 @@ T = TypeVar("T")
 _MAX_LEFT_BEHIND = 8
 _SIGNALS_S = 0.2  # a signal that another thread received is handled when the main thread wakes up
 _LOOP_ANSWERS_S = 1.0  # a loop that nobody blocks answers within this time on a busy machine too
-_Task = tuple[contextvars.Context, Callable[[], object], "Future[Any]"]
+Task = tuple[contextvars.Context, Callable[[], object], "Future[Any]"]
 
 
 class HangError(Exception):
@@ -49,7 +49,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = f"tunesmith-reward-{name}"
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._left_behind = _LeftBehind()
         self._num_threads = 0
@@ -58,7 +58,7 @@ class Worker:
         """Result of `call`. Raises HangError after `timeout_s` seconds, RewardError if 8 threads hang."""
         future = self.submit(call)
         thread = self._running()
-        if _ended(future, timeout_s):  # not `future.result(timeout_s)`: the call may raise a TimeoutError of its own
+        if ended(future, timeout_s):  # not `future.result(timeout_s)`: the call may raise a TimeoutError of its own
             return future.result()
         self._thread = None
         self._tasks.put(None)  # should the call end after all, so does its thread
@@ -77,12 +77,13 @@ class Worker:
             self._num_threads += 1
             self._tasks = queue.SimpleQueue()
             name = f"{self._name}-{self._num_threads}"
-            self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)
+            self._thread = threading.Thread(target=serve, args=(self._tasks,), name=name, daemon=True)
             self._thread.start()
         return self._thread
 
 
-def _serve(tasks: "queue.SimpleQueue[_Task | None]") -> None:
+def serve(tasks: "queue.SimpleQueue[Task | None]") -> None:
+    """Make the calls of `tasks` in this thread, until None comes."""
     while (task := tasks.get()) is not None:
         context, call, future = task
         if not future.set_running_or_notify_cancel():
@@ -114,10 +115,10 @@ class EventLoop:
         """
         future = self.submit(coroutine)
         loop, thread = self._running()
-        while not _ended(future, timeout_s):
+        while not ended(future, timeout_s):
             answer: Future[None] = Future()
             loop.call_soon_threadsafe(answer.set_result, None)
-            if not _ended(answer, max(timeout_s or 0.0, _LOOP_ANSWERS_S)):
+            if not ended(answer, max(timeout_s or 0.0, _LOOP_ANSWERS_S)):
                 self._loop = self._thread = None
                 loop.call_soon_threadsafe(_wind_up, loop)
                 self._left_behind.add(thread)
@@ -152,11 +153,11 @@ def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
 
 def result_of(future: "Future[T]") -> T:
     """Result of `future`. Signals are handled while waiting."""
-    _ended(future, None)
+    ended(future, None)
     return future.result()
 
 
-def _ended(future: "Future[Any]", timeout_s: float | None) -> bool:
+def ended(future: "Future[Any]", timeout_s: float | None) -> bool:
     """True once `future` has ended, False if it has not after `timeout_s` seconds; None waits for ever."""
     ended = threading.Event()
     future.add_done_callback(lambda _: ended.set())
