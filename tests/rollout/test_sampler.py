@@ -4,7 +4,7 @@ import torch
 
 from tunesmith.engine.batch.rollout import SamplingParams
 from tunesmith.engine.kernels.native import Kernels
-from tunesmith.engine.rollout.sampler import Sampler, SeenTokens, noise_keys
+from tunesmith.engine.rollout.sampler import RequestSampling, Sampler, SeenTokens, noise_keys
 from tunesmith.engine.rollout.scheduler import Chunk, Plan, Rows
 from tunesmith.engine.rollout.sequence import Limits, Sequence
 
@@ -72,14 +72,8 @@ def test_stop_ids_are_forbidden_until_the_shortest_length_and_bias_holds_always(
     logits_RV = torch.zeros(2, 6)
     logits_RV[:, 4] = 50.0
     sampling = SamplingParams(max_new_tokens=9, temperature=0.0, logit_bias={1: 30.0})
-    sampler = Sampler(
-        sampling,
-        seed=0,
-        stop_ids=frozenset({4}),
-        keys=noise_keys([(1,)], 2),
-        vocabulary_size=6,
-        kernels=Kernels("torch"),
-    )
+    (key,) = noise_keys([(1,)], 2)
+    sampler = Sampler([RequestSampling(sampling, 0, key, frozenset({4}))], 6, Kernels("torch"))
     early = sequence(0, 0, (1,), (2,), min_new_tokens=3)
     late = sequence(0, 1, (1,), (2, 2, 2), min_new_tokens=3)
     assert sampler.draw(plan([early, late]), logits_RV).token_B.tolist() == [1, 4]

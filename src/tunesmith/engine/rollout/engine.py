@@ -310,21 +310,26 @@ def make_request(
         own.add(end_token_id(tokenizer, is_conversational=True))
     drawable = (token for token in own if token is not None and token < vocabulary_size)  # others are never drawn
     stop_ids = frozenset({*drawable, *sampling.stop_token_ids})
-    decoding = Decode(lambda ids: decode(tokenizer, ids), open_token_ids(tokenizer))
-    if sampling.stop_strings:
-        marks = skipped_tokens(tokenizer)
-        decoding = replace(decoding, marked_text=lambda ids: decode_marked(tokenizer, ids), marks=marks)
     return Request(
         prompts,
         prompt_ids,
         n,
         Limits(sampling.max_new_tokens, sampling.min_new_tokens, stop_ids, sampling.stop_strings),
-        decoding,
+        decode_of(tokenizer, with_marks=bool(sampling.stop_strings)),
         secrets.randbits(62) if sampling.seed is None else sampling.seed,
         vocabulary_size,
         min(num_slots, n * len(prompts)),
         version,
     )
+
+
+def decode_of(tokenizer: PreTrainedTokenizerBase, *, with_marks: bool) -> Decode:
+    """The text of token ids; `with_marks` for stop strings that may name special tokens."""
+    decoding = Decode(lambda ids: decode(tokenizer, ids), open_token_ids(tokenizer))
+    if not with_marks:
+        return decoding
+    marks = skipped_tokens(tokenizer)
+    return replace(decoding, marked_text=lambda ids: decode_marked(tokenizer, ids), marks=marks)
 
 
 def run_request(request: Request, scheduler: Scheduler, draw: Callable[[], None]) -> list[Group]:

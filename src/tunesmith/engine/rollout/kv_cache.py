@@ -303,6 +303,15 @@ class KVCache:
         table.num_written = 0  # so that the blocks of earlier turns are marked too
         self.mark_written(table, num_computed)
 
+    def remember(self, table: Table, token_ids: Sequence[int]) -> None:
+        """Index the full blocks of `token_ids`, which `table` has computed, so that a longer prompt can find them also
+        after the table is freed.
+        """
+        table.keys = prompt_keys(token_ids)
+        for block, key in zip(table.blocks, table.keys, strict=False):
+            self._pool.name(block, key)
+            self._pool.is_written[block] = True
+
     def free(self, table: Table) -> None:
         """Release the table's blocks. Computed full blocks of its prompt can be found until they are taken.
 

@@ -26,11 +26,20 @@ from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.rollout import weight_check
 from tunesmith.engine.rollout.dialogue import Replies
-from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, Request, make_request, run_request
-from tunesmith.engine.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
+from tunesmith.engine.rollout.engine import (
+    Callbacks,
+    Dialogue,
+    Functions,
+    Request,
+    decode_of,
+    make_request,
+    run_request,
+)
+from tunesmith.engine.rollout.kv_cache import KVCache, allocate_storage, blocks_for, copy_blocks, num_blocks_for
 from tunesmith.engine.rollout.runner import Runner, cache_shape, projections, read_in_place
-from tunesmith.engine.rollout.sampler import NoiseKey, Sampler, noise_keys
+from tunesmith.engine.rollout.sampler import NoiseKey, RequestSampling, Sampler, noise_keys
 from tunesmith.engine.rollout.scheduler import Plan, Scheduler
+from tunesmith.engine.rollout.sequence import Decode
 from tunesmith.engine.rollout.threads import FreeThreads
 
 _PREFILL_TOKENS = 512
@@ -41,10 +50,26 @@ _MEMORY_SHARE = 0.25
 completion's bits may depend on what is computed beside it, and so on the size of the cache."""
 
 
+_OPEN_MEMORY_SHARE = 0.1
+"""The same for a server, which other programs run beside."""
+
+_OPEN_TOKENS = 1024
+"""Tokens of a sequence that the cache of a server holds at least, or the model's context if that is shorter."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Cache:
     """Block tables, and the storage of keys and values."""
 
+    tables: KVCache
+    storage: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCache:
+    """Packed weights, and a cache that belongs to an `OpenBatch` alone."""
+
+    runner: Runner
     tables: KVCache
     storage: torch.Tensor
 
@@ -75,7 +100,7 @@ class NativeEngine:
             warn_of_spinning()
         self._decoder = model.decoder
         self._module = model.module
-        self._kernels = model.kernels
+        self.kernels = model.kernels
         self._tokenizer = tokenizer
         self._weight_version = weight_version
         self._num_slots = num_slots
@@ -87,7 +112,7 @@ class NativeEngine:
         self._packed: tuple[int, Fingerprint] | None = None  # the runner's weights; None: pack and check again
         self._is_exact: bool | None = None  # None: not measured yet
         self._needs_full_check = True
-        self._threads = FreeThreads()
+        self.threads = FreeThreads()
         self._turns = Turns("engine")
 
     @property
@@ -102,6 +127,42 @@ class NativeEngine:
                 self._look_again()
                 self._pack_weights()
         return bool(self._is_exact) and self._is_trained
+
+    @property
+    def decode(self) -> Decode:
+        """The text of token ids."""
+        return decode_of(self._tokenizer, with_marks=True)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Columns of the logits."""
+        return self._module.config.get_text_config().vocab_size
+
+    def request(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> Request:
+        """A call of `generate` as token ids and limits. Raises InputError if it cannot be served."""
+        return make_request(
+            self._module, self._tokenizer, prompts, n, sampling, self._num_slots, self._weight_version()
+        )
+
+    def open_cache(self, num_slots: int, kv_cache_mb: int | None) -> OpenCache:
+        """The current weights, packed, and a cache for `num_slots` whole contexts, or as much as `kv_cache_mb` MiB hold
+        (None: a tenth of the machine's memory).
+
+        Raises:
+            InputError: the budget is too small.
+            TrainingError: the packed weights do not reproduce the trainer's log-probs.
+        """
+        with self._turns:
+            self._look_again()
+            runner = self._pack_weights()
+        shape, context = cache_shape(self._decoder.architecture), self._decoder.architecture.context_length
+        budget = int(psutil.virtual_memory().total * _OPEN_MEMORY_SHARE)
+        if kv_cache_mb is not None:
+            budget = kv_cache_mb * 2**20
+        most = num_blocks_for(budget, shape, max_tokens=min(context, _OPEN_TOKENS))
+        num_blocks = min(most, num_slots * (blocks_for(context) + 1))
+        tables = KVCache(num_blocks, max_tokens=context, max_tables=2 * num_slots)
+        return OpenCache(runner, tables, allocate_storage(shape, num_blocks))
 
     def unload(self) -> None:
         """Free the cache and the packed weights; the next `generate` rebuilds them.
@@ -158,14 +219,9 @@ class NativeEngine:
             replies = Replies(dialogue.on_turn, request.limits)
         with span("load"):
             runner, cache = self._load(request)
-        sampler = Sampler(
-            sampling,
-            seed=request.seed,
-            stop_ids=request.limits.stop_ids,
-            keys=keys or noise_keys(request.prompt_ids, n),
-            vocabulary_size=request.vocabulary_size,
-            kernels=self._kernels,
-        )
+        keys = keys or noise_keys(request.prompt_ids, n)
+        rows = [RequestSampling(sampling, request.seed, key, request.limits.stop_ids) for key in keys]
+        sampler = Sampler(rows, request.vocabulary_size, self.kernels)
         scheduler = request.open_scheduler(cache.tables, prefill_tokens=_PREFILL_TOKENS)
         callbacks = Callbacks(request, **functions)
         draw = partial(self._draw_all, runner, cache, scheduler, sampler, callbacks, replies)
@@ -185,7 +241,7 @@ class NativeEngine:
         """The loop of the engine: plan a step, compute it, sample, take the tokens."""
         storage, block_tables = cache.storage, cache.tables.block_tables
         # The bits of an exact engine do not depend on the number of threads.
-        free_threads = self._threads.used if self._is_exact else nullcontext
+        free_threads = self.threads.used if self._is_exact else nullcontext
         while True:
             if replies is not None:
                 replies.resume(scheduler, wait=False)
@@ -243,7 +299,7 @@ class NativeEngine:
 
     def _pack_weights(self) -> Runner:
         """The runner with the current weights, packed and checked again if they changed."""
-        version, weights = self._weight_version(), fingerprint(self._module, kernels=self._kernels)
+        version, weights = self._weight_version(), fingerprint(self._module, kernels=self.kernels)
         if self._runner is not None and self._packed == (version, weights):
             return self._runner
         self._packed = None
@@ -272,7 +328,7 @@ class NativeEngine:
         """
         assert self._packed is not None and self._runner is not None
         read = read_in_place(self._runner.architecture)
-        after = fingerprint_of({str(place): one for place, one in enumerate(read)}, kernels=self._kernels)
+        after = fingerprint_of({str(place): one for place, one in enumerate(read)}, kernels=self.kernels)
         if any(self._packed[1].of(one) != after.of(one) for one in read):
             self._unload()
             raise TrainingError(

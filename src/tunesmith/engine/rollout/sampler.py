@@ -5,6 +5,7 @@ Shape legend: R rows that tokens are sampled from, V vocabulary, S rows of the m
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,28 +43,51 @@ def noise_keys(prompts: Sequence[Sequence[int]], n: int) -> list[NoiseKey]:
     return keys
 
 
+@dataclass(frozen=True, slots=True)
+class RequestSampling:
+    """How the completions of one request are drawn: its settings, and what keys its noise.
+
+    `presence_penalty` is taken once from the logit of each token that was drawn before, `frequency_penalty` as often
+    as it was (OpenAI's penalties; negative ones favour repetition).
+    """
+
+    sampling: SamplingParams
+    seed: int
+    key: NoiseKey
+    stop_ids: frozenset[int] = frozenset()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no logit is changed once stop ids may be drawn."""
+        return not (self.sampling.logit_bias or self.presence_penalty or self.frequency_penalty)
+
+    def bias(self, sequence: DrawnSequence) -> Mapping[int, float]:
+        """What is added to the logits of the next token of `sequence`."""
+        bias = dict(self.sampling.logit_bias)
+        if self.presence_penalty or self.frequency_penalty:
+            for token, count in Counter(sequence.token_ids).items():
+                bias[token] = bias.get(token, 0.0) - self.presence_penalty - self.frequency_penalty * count
+        if sequence.masks_stop_ids:
+            bias |= dict.fromkeys(self.stop_ids, float("-inf"))
+        return bias
+
+
 class Sampler:
-    """Samples for one call of `generate`. `keys[i]` belongs to the prompt with index i."""
+    """Samples for requests that are drawn together; `requests[i]` is of those with index i."""
 
     def __init__(
         self,
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        stop_ids: frozenset[int],
-        keys: Sequence[NoiseKey],
+        requests: Sequence[RequestSampling] | Mapping[int, RequestSampling],
         vocabulary_size: int,
         kernels: Kernels,
     ) -> None:
-        self._sampling = sampling
-        self._seed = seed
-        self._stop_ids = stop_ids
-        self._keys = keys
+        self._requests = requests
         self._kernels = kernels
-        self._seen = (
-            SeenTokens(torch.zeros(0, vocabulary_size, dtype=torch.bool)) if sampling.repetition_penalty != 1 else None
-        )
+        self._seen = SeenTokens(torch.zeros(0, vocabulary_size, dtype=torch.bool))
         self._settings: SampleSettings | None = None
+        self._settings_of: list[int] = []  # the request of each row of `_settings`
 
     def draw(self, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
         """One token for each of `plan.drawn`.
@@ -72,47 +96,46 @@ class Sampler:
             TrainingError: a logit is not finite, or no token is allowed.
         """
         drawn = plan.drawn
-        seen = None if self._seen is None else self._seen.lookup(plan)
-        sampled = sample(logits_RV, self._settings_of(drawn), self._noise_of(drawn), seen=seen, kernels=self._kernels)
-        if self._seen is not None:
+        requests = [self._requests[sequence.request] for sequence in drawn]
+        has_penalty = any(one.sampling.repetition_penalty != 1 for one in requests)
+        seen = self._seen.lookup(plan) if has_penalty else None
+        settings = self._with_bias(drawn, requests)
+        sampled = sample(logits_RV, settings, _noise(drawn, requests), seen=seen, kernels=self._kernels)
+        if has_penalty:
             self._seen.add(plan.sequences, sampled.token_B)
         return sampled
 
     def release(self, ended: Sequence[DrawnSequence]) -> None:
         """Free what is held for completions that have ended."""
-        if self._seen is not None:
-            self._seen.release(ended)
+        self._seen.release(ended)
 
-    def _noise_of(self, drawn: Sequence[DrawnSequence]) -> NoiseKeys:
-        keys = [self._keys[sequence.request] for sequence in drawn]
-        return NoiseKeys(
-            torch.full((len(drawn),), self._seed, dtype=torch.int64),
-            torch.tensor([key.prompt for key in keys]),
-            torch.tensor([key.first_sample + sequence.sample for key, sequence in zip(keys, drawn, strict=True)]),
-            torch.tensor([sequence.position for sequence in drawn]),
-        )
-
-    def _settings_of(self, drawn: Sequence[DrawnSequence]) -> SampleSettings:
-        given = self._sampling
-        masked = [bool(self._stop_ids) and sequence.masks_stop_ids for sequence in drawn]
-        is_plain = not any(masked) and not given.logit_bias
-        if is_plain and self._settings is not None and len(self._settings.temperature_B) == len(drawn):
-            return self._settings
-        settings = SampleSettings.same(
-            len(drawn),
-            temperature=given.temperature,
-            top_k=given.top_k,
-            top_p=given.top_p,
-            min_p=given.min_p,
-            repetition_penalty=given.repetition_penalty,
-        )
-        if is_plain:
-            self._settings = settings
+    def _with_bias(self, drawn: Sequence[DrawnSequence], requests: Sequence[RequestSampling]) -> SampleSettings:
+        settings = self._without_bias([sequence.request for sequence in drawn], requests)
+        pairs = list(zip(requests, drawn, strict=True))
+        if all(one.is_plain and not (one.stop_ids and sequence.masks_stop_ids) for one, sequence in pairs):
             return settings
-        forbidden = {token: float("-inf") for token in self._stop_ids}
-        always: Mapping[int, float] = given.logit_bias
-        bias = LogitBias.of([{**always, **forbidden} if is_masked else always for is_masked in masked])
-        return replace(settings, bias=bias)
+        return replace(settings, bias=LogitBias.of([one.bias(sequence) for one, sequence in pairs]))
+
+    def _without_bias(self, rows: list[int], requests: Sequence[RequestSampling]) -> SampleSettings:
+        """The settings of each row, which are made again only when other requests are drawn."""
+        if self._settings is None or rows != self._settings_of:
+            given = [one.sampling for one in requests]
+            numbers = [(one.temperature, one.top_p, one.min_p, one.repetition_penalty) for one in given]
+            temperature_B, top_p_B, min_p_B, penalty_B = torch.tensor(numbers, dtype=torch.float64).T.contiguous()
+            top_k_B = torch.tensor([one.top_k for one in given])
+            self._settings = SampleSettings(temperature_B, top_k_B, top_p_B, min_p_B, penalty_B)
+            self._settings_of = rows
+        return self._settings
+
+
+def _noise(drawn: Sequence[DrawnSequence], requests: Sequence[RequestSampling]) -> NoiseKeys:
+    keys = [one.key for one in requests]
+    return NoiseKeys(
+        torch.tensor([one.seed for one in requests]),
+        torch.tensor([key.prompt for key in keys]),
+        torch.tensor([key.first_sample + sequence.sample for key, sequence in zip(keys, drawn, strict=True)]),
+        torch.tensor([sequence.position for sequence in drawn]),
+    )
 
 
 class SeenTokens:

@@ -133,6 +133,7 @@ class Scheduler:
         num_slots: int = 64,
         prefill_tokens: int = 512,
         keeps_blocks: bool = False,
+        is_open: bool = False,
     ) -> None:
         self._cache = cache
         self._decode = decode
@@ -146,6 +147,8 @@ class Scheduler:
         self._reserved = 0
         self._num_claimed = 0  # slots that the completions of prompts in prefill will need
         self._keeps_blocks = keeps_blocks
+        self._is_open = is_open
+        self._cancelled: set[int] = set()  # requests in prefill that are dropped behind it
         self._kept: dict[int, Table] = {}  # of conversations between two turns, by request, the longest kept first
         self._planned: Plan | None = None
         self._planned_at_s = 0.0
@@ -175,6 +178,22 @@ class Scheduler:
         if (table := self._kept.pop(index, None)) is not None:
             self._cache.free(table)
             self._is_blocked = False
+
+    def cancel(self, index: int) -> bool:
+        """Drop the completions of the request `index` that have not ended, if there are any. Not between `plan` and
+        `accept`. False if its prompt is still computed, because others may share it; its first tokens are drawn then.
+        """
+        self._queue = deque(one for one in self._queue if one.index != index)
+        self._cancelled |= {index for group in self._prefilling if group.request.index == index}
+        for group in [one for one in self._ready if one.request.index == index]:
+            self._ready.remove(group)
+            self._cache.free(group.table)
+        for running in [one for one in self._running if one.sequence.request == index]:
+            self._running.remove(running)
+            self._reserved -= running.reserved
+            self._cache.free(running.table)
+        self._is_blocked = False
+        return index not in self._cancelled
 
     def plan(self, max_steps: int = 1) -> Plan | None:
         """The next step; None if every completion has ended. Each plan must be accepted before the next.
@@ -226,7 +245,8 @@ class Scheduler:
         for group, chunk in zip(self._prefilling, plan.chunks, strict=False):
             self._cache.mark_written(group.table, chunk.stop)
         ended = [sequence for sequence, run in zip(drawn, runs, strict=True) if sequence.extend(*run)]
-        self._finished += ended
+        if not self._is_open:
+            self._finished += ended
         self._retire()
         while self._prefilling and self._prefilling[0].num_planned == len(self._prefilling[0].request.prompt_ids):
             self._open(self._prefilling.popleft())
@@ -265,6 +285,7 @@ class Scheduler:
         self._ready.clear()
         self._running.clear()
         self._kept.clear()
+        self._cancelled.clear()
         self._reserved = self._num_claimed = 0
         self._is_blocked = False
         self._planned = None
@@ -329,8 +350,10 @@ class Scheduler:
         if self._keeps_blocks:
             table.num_tokens = sequence.position - 1  # the keys of the last token are not computed
             self._kept[sequence.request] = table
-        else:
-            self._cache.free(table)
+            return
+        if self._is_open:
+            self._cache.remember(table, (*sequence.prompt_ids, *sequence.token_ids[:-1]))
+        self._cache.free(table)
 
     def _grow(self, running: _Running, num_tokens: int) -> list[BlockCopy]:
         """Add cache slots for the tokens of this step."""
@@ -378,7 +401,10 @@ class Scheduler:
         group.reserved = 0
         last = group.waiting[-1]
         group.waiting = deque(sequence for sequence in group.waiting if sequence.finish_reason is None)
-        if group.waiting:
+        if group.request.index in self._cancelled:
+            self._cancelled.discard(group.request.index)
+            self._cache.free(group.table)
+        elif group.waiting:
             self._ready.append(group)
         else:
             self._end(last, group.table)

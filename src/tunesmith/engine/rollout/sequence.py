@@ -14,6 +14,9 @@ UNFINISHED = "\ufffd"
 _CONTEXTS = (8, 64, 512)
 """Numbers of a prompt's last ids that are tried as the context of its completions."""
 
+_MOST_CONTEXTS = 4096
+"""Prompts whose context is kept: an engine may draw for ever."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decode:
@@ -47,6 +50,8 @@ class Decode:
         They begin with a whole character and show some text: a decoder treats the first token with text otherwise.
         """
         if prompt_ids not in self._contexts:
+            if len(self._contexts) >= _MOST_CONTEXTS:
+                self._contexts.clear()
             tails = (list(prompt_ids[-size:]) for size in _CONTEXTS if size < len(prompt_ids))
             self._contexts[prompt_ids] = next(filter(self._is_text, tails), list(prompt_ids))
         return self._contexts[prompt_ids]
