@@ -48,6 +48,7 @@ for line in sys.stdin:
     said = enumerate(request["messages"])
     whole = "".join(("\n" if one["role"] == "user" and k else "") + one["content"] for k, one in said)
     reply(answer={"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0]})
+    reply(done=True)
 """
 
 TOO_LONG = "the conversation is longer than a model's context; leave out its oldest turns"

@@ -13,6 +13,7 @@ from tunesmith.collect.store import tables
 from tunesmith.collect.store.content import check_name, check_text, name_key, token_sha256
 from tunesmith.collect.store.queue import refresh_open_items
 from tunesmith.collect.store.records import (
+    SCOPES,
     Campaign,
     CampaignSettings,
     CommandKind,
@@ -20,11 +21,15 @@ from tunesmith.collect.store.records import (
     PolicyVersion,
     Rater,
     Role,
+    Scope,
 )
 from tunesmith.collect.store.tables import new_id
 
 _SETTINGS = tuple(field.name for field in fields(CampaignSettings))
 _MAX_OVERLAP = 1000
+
+KEY_PREFIX = "sk-"
+"""Begin of the keys of the API, as those of OpenAI have it, by which scanners for leaked secrets know them."""
 
 
 def set_campaign(connection: Connection, settings: CampaignSettings, now: float) -> Campaign:
@@ -61,18 +66,28 @@ def close_campaign(connection: Connection, campaign_id: int, now: float) -> None
 
 
 def add_rater(
-    connection: Connection, name: str, role: Role, invited_by: int | None, expires_at: float | None, now: float
+    connection: Connection,
+    name: str,
+    role: Role,
+    invited_by: int | None,
+    expires_at: float | None,
+    now: float,
+    scopes: tuple[Scope, ...] | None = None,
 ) -> NewRater:
-    """A new rater and their token; one whom imported votes brought, and who never had access, gets it now.
+    """A new rater and their token; one whom imported votes brought, and who never had access, gets it now. With
+    `scopes` it is a key of the API, whose token begins as those of OpenAI.
 
     Raises StoreError if the name is taken, in whatever spelling.
     """
     if role not in ("rater", "admin"):
         raise StoreError(f"role {role!r} is unknown; give rater or admin")
     name = check_name(name.strip(), "the rater's name")
-    token = secrets.token_urlsafe(24)
+    if scopes is not None and not (scopes and set(scopes) <= set(SCOPES)):
+        raise StoreError(f"the scopes of a key are {', '.join(scopes) or 'none'}; give some of {', '.join(SCOPES)}")
+    token = f"{'' if scopes is None else KEY_PREFIX}{secrets.token_urlsafe(24)}"
     table = tables.raters
     values = {"role": role, "token_sha256": token_sha256(token), "expires_at": expires_at, "invited_by": invited_by}
+    values["scopes_json"] = scopes
     known = _same_name(connection, name)
     if known is None:
         rater_id = new_id(connection.execute(insert(table).values(name=name, created_at=now, **values)))
@@ -199,4 +214,5 @@ def _campaign(row: Any) -> Campaign:
 
 
 def _rater(row: Any) -> Rater:
-    return Rater(**{field.name: getattr(row, field.name) for field in fields(Rater)})
+    names = {field.name: f"{field.name}_json" if field.name == "scopes" else field.name for field in fields(Rater)}
+    return Rater(**{name: getattr(row, column) for name, column in names.items()})

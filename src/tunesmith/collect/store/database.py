@@ -32,7 +32,10 @@ _log = get_logger(__name__)
 DatabaseName = Literal["votes", "runs"]
 T = TypeVar("T")
 
-REVISIONS: dict[DatabaseName, tuple[str, ...]] = {"votes": ("votes_0001",), "runs": ("runs_0001",)}
+REVISIONS: dict[DatabaseName, tuple[str, ...]] = {
+    "votes": ("votes_0001", "votes_0002"),
+    "runs": ("runs_0001",),
+}
 """Schema revisions that this release knows, oldest first: the names of the scripts in `migrations/`."""
 
 _METADATA = {"votes": votes_metadata, "runs": runs_metadata}
@@ -41,7 +44,7 @@ BUSY_TIMEOUT_S = 10.0
 _LOCK_TIMEOUT_S = 0.2
 _CACHE_KB = 64 * 1024
 _VERSION_TABLE = "alembic_version"
-_READ_BY_CURSOR = ("offers", "metrics", "jobs", "votes", "rankings", "demonstrations", "commands")
+_READ_BY_CURSOR = ("offers", "metrics", "jobs", "votes", "rankings", "demonstrations", "commands", "feedback")
 
 
 class Closeable:
@@ -86,7 +89,8 @@ class OwnedDatabase(Closeable):
 
 
 class ReadOnlyDatabase(Closeable):
-    """Read-only connections to a database that another process writes. A missing file or table reads as empty.
+    """Read-only connections to a database that another process writes. A missing file or table reads as empty. One of
+    an older release is brought up to date first, if no process has it.
 
     Safe to use from any number of threads.
     """
@@ -95,7 +99,7 @@ class ReadOnlyDatabase(Closeable):
 
     @classmethod
     def open(cls, path_or_url: str | Path) -> Self:
-        """A reader of the file, which may appear later. Its calls raise StoreError if another release wrote it."""
+        """A reader of the file, which may appear later. Its calls raise StoreError if a newer release wrote it."""
         return cls(path_or_url)
 
     def __init__(self, place: str | Path) -> None:
@@ -145,9 +149,14 @@ class ReadOnlyDatabase(Closeable):
             if revision is None:
                 return False
             if revision != REVISIONS[self.name][-1]:
-                raise StoreError(
-                    f"{self.place} was written by an older release; start the process that owns it with this one first"
-                )
+                self._engine.dispose()
+                try:
+                    OwnedDatabase(self.place, self.name, durable=True).close()
+                except StoreInUseError:
+                    raise StoreError(
+                        f"{self.place} was written by an older release, which is using it; start that process with "
+                        "this release first"
+                    ) from None
             self._checked = identity
             return True
 

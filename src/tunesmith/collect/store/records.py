@@ -1,7 +1,8 @@
 """Records that the store takes and returns. Times are seconds since the epoch (UTC); ids grow, none is used twice."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from tunesmith.base.schema.records import Text
 
@@ -24,6 +25,10 @@ ItemKind = Literal["pair", "ranking"]
 AnswerStyle = Literal["raw", "markdown"]
 Role = Literal["rater", "admin"]
 CommandKind = Literal["rollback"]
+Scope = Literal["generate", "feedback", "admin"]
+"""What a key of the API may do: ask models; say what answers are worth; everything, such as to make keys."""
+
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 MODEL_SOURCE = "model "
 """Prefix of the source of an answer by a model that is no version of the live loop."""
@@ -67,7 +72,9 @@ class Campaign:
 
 @dataclass(frozen=True, slots=True)
 class Rater:
-    """A person or program that votes. `expires_at` and `disabled_at` are None where access does not end."""
+    """A person or program that votes. `expires_at` and `disabled_at` are None where access does not end. `scopes` is
+    what a key of the API may do; None for people, who use the pages.
+    """
 
     id: int
     name: str
@@ -76,6 +83,7 @@ class Rater:
     created_at: float
     expires_at: float | None = None
     disabled_at: float | None = None
+    scopes: tuple[Scope, ...] | None = None
 
     @property
     def is_admin(self) -> bool:
@@ -251,6 +259,73 @@ class StoredDemonstration(Stored):
     """The effective answer that a rater wrote to a prompt."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An answer of the endpoint, with the version that gave it if its model is one of a live loop.
+
+    `logps` are of `token_ids` under the model at the temperature that was sampled with, `drawn_logps` under the
+    distribution that was sampled. `message` has calls of tools, if there were tools. `source_id` names the model.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    drawn_logps: tuple[float, ...]
+    finish_reason: str
+    weight_version: int | None = None
+    source_id: str = ""
+    message: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inference:
+    """A request of the endpoint and its answers. `name` is the id that the client got, `rater_id` the key that asked.
+
+    `prompt` is what the model read. `user` and `episode` are what the key's owner calls the person who asked, and the
+    conversation. `options` are the sampling parameters, and `tools` if there were any.
+    """
+
+    name: str
+    rater_id: int
+    model: str
+    prompt: Text
+    prompt_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    options: Mapping[str, Any]
+    user: str = ""
+    episode: str = ""
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """What an application says of an answer (`inference`, a name, and `choice`) or of a conversation (`episode`).
+
+    The `value` of the metric `comment` and of `demonstration`, a better answer, is a text; that of `preference` says
+    which choices are better (`Preference`), and that of every other metric is a number, or a boolean for a thumb.
+    None withdraws what was said before.
+    """
+
+    metric: str
+    value: bool | float | str | Mapping[str, Any] | None
+    inference: str = ""
+    choice: int = 0
+    episode: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFeedback(Feedback):
+    """Feedback in the store: `name` is the id that the client got; a higher `revision` replaces a lower one."""
+
+    id: int
+    name: str
+    rater_id: int
+    revision: int
+    created_at: float
+    is_repeat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

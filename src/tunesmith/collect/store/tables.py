@@ -151,6 +151,8 @@ raters = Table(
     _time("created_at"),
     _time("expires_at", nullable=True),
     _time("disabled_at", nullable=True),
+    # What a key of the API may do; null for people, who vote on the pages.
+    Column("scopes_json", _Json, nullable=True),
     CheckConstraint("role IN ('rater', 'admin')", name="role"),
     sqlite_autoincrement=True,
 )
@@ -247,6 +249,68 @@ demonstrations = _presentation_answers(
     Column("text", Text, nullable=False),
     Column("revision", Integer, nullable=False),
 )
+
+inferences = Table(
+    "inferences",
+    votes_metadata,
+    _id(),
+    # The id that the client got.
+    Column("name", String(64), nullable=False, unique=True),
+    # The key that asked.
+    _reference("rater_id", "raters.id"),
+    # What the key's owner calls the person who asked, and the conversation; empty if nothing was said.
+    Column("user", String(200), nullable=False),
+    Column("episode", String(200), nullable=False),
+    Column("model", String(1000), nullable=False),
+    Column("prompt_json", _Json, nullable=False),
+    Column("prompt_ids_json", _Json, nullable=False),
+    # The request's sampling parameters, and tools if there were any.
+    Column("options_json", _Json, nullable=False),
+    _time("created_at"),
+    Index("ix_inferences_episode", "episode"),
+    Index("ix_inferences_user", "rater_id", "user"),
+    sqlite_autoincrement=True,
+)
+
+inference_choices = Table(
+    "inference_choices",
+    votes_metadata,
+    Column("inference_id", _ID, ForeignKey("inferences.id"), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("text", Text, nullable=False),
+    # With calls of tools, as a message.
+    Column("message_json", _Json, nullable=True),
+    Column("token_ids_json", _Json, nullable=False),
+    # Under the model at the temperature that was sampled with.
+    Column("logps_json", _Json, nullable=False),
+    # Under the distribution that was sampled.
+    Column("drawn_logps_json", _Json, nullable=False),
+    Column("finish_reason", String(32), nullable=False),
+    Column("weight_version", Integer, nullable=True),
+    Column("source_id", String(200), nullable=False),
+)
+
+feedback = Table(
+    "feedback",
+    votes_metadata,
+    _id(),
+    Column("name", String(64), nullable=False, unique=True),
+    # Of an answer, or of a conversation as a whole.
+    _reference("inference_id", "inferences.id", nullable=True),
+    Column("episode", String(200), nullable=False),
+    Column("choice", Integer, nullable=False),
+    _reference("rater_id", "raters.id"),
+    Column("metric", String(200), nullable=False),
+    # Null withdraws what was said before.
+    Column("value_json", _Json, nullable=True),
+    Column("tags_json", _Json, nullable=False),
+    # The highest revision of what a key says of a choice is the effective one.
+    Column("revision", Integer, nullable=False),
+    _time("created_at"),
+    UniqueConstraint("inference_id", "episode", "choice", "rater_id", "metric", "revision"),
+    sqlite_autoincrement=True,
+)
+"""What applications say of answers, append-only."""
 
 commands = Table(
     "commands",

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Table, exists, func, or_, select
 
 from tunesmith.base.core.errors import StoreError
-from tunesmith.collect.store import campaigns, vote_stats
+from tunesmith.collect.store import campaigns, inferences, vote_stats
 from tunesmith.collect.store.content import as_answer, prompt_sha256
 from tunesmith.collect.store.database import ReadOnlyDatabase, or_now
 from tunesmith.collect.store.items import candidates_of_items
@@ -20,12 +20,14 @@ from tunesmith.collect.store.records import (
     Candidate,
     Command,
     ExportRow,
+    Inference,
     PreferenceName,
     Presentation,
     Progress,
     Rater,
     Stored,
     StoredDemonstration,
+    StoredFeedback,
     StoredRanking,
     StoredVerdict,
     StoredVote,
@@ -125,6 +127,14 @@ class VoteReader(ReadOnlyDatabase):
         """The rater with this access token; None for a wrong, expired or disabled one."""
         moment = or_now(now)
         return self.read(lambda c: campaigns.rater_of_token(c, token, moment), None)
+
+    def inference(self, name: str) -> Inference | None:
+        """The request of the API whose client got this id, with its answers; None if there is none."""
+        return self.read(lambda c: inferences.load(c, name), None)
+
+    def feedback_after(self, cursor: int, limit: int = _PAGE) -> list[StoredFeedback]:
+        """At most `limit` revisions of feedback with an id above `cursor`, in order."""
+        return self.read(lambda c: inferences.after(c, cursor, limit), [])
 
     def last_offer_id(self, campaign_id: int) -> int:
         """Id of the newest ingested offer, 0 if none: the cursor for `RunReader.offers_after`."""

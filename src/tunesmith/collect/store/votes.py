@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from tunesmith.base.core.errors import StoreError, StoreInUseError
-from tunesmith.collect.store import answers, campaigns, items
+from tunesmith.collect.store import answers, campaigns, inferences, items
 from tunesmith.collect.store.database import Closeable, OwnedDatabase, failure, file_of, or_now
 from tunesmith.collect.store.inbox import TAKEN_WITHIN_S, HandedOver, Inbox, OnProgress, Request, Rows, folder_of
 from tunesmith.collect.store.queue import next_presentations
@@ -23,14 +23,18 @@ from tunesmith.collect.store.records import (
     Campaign,
     CampaignSettings,
     CommandKind,
+    Feedback,
     GivenVote,
     Imported,
+    Inference,
     NewItem,
     NewRater,
     Offer,
     PolicyVersion,
     Presentation,
     Role,
+    Scope,
+    StoredFeedback,
     Verdict,
     VoteReceipt,
 )
@@ -104,9 +108,12 @@ class VoteStore(Closeable):
         invited_by: int | None = None,
         expires_at: float | None = None,
         now: float | None = None,
+        scopes: tuple[Scope, ...] | None = None,
     ) -> NewRater:
-        """A new rater and their access token, which is not stored. Raises StoreError if the name is taken or empty."""
-        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, or_now(now))
+        """A new rater and their access token, which is not stored; with `scopes` a key of the API. Raises StoreError if
+        the name is taken or empty.
+        """
+        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, or_now(now), scopes)
 
     def redeem(
         self, token: str, *, expires_at: float | None = None, name: str | None = None, now: float | None = None
@@ -253,6 +260,23 @@ class VoteStore(Closeable):
     ) -> VoteReceipt:
         """As `vote`, for an answer that the rater wrote, in addition to the vote."""
         return self._answer(token, rater_id, now, lambda one: one.demonstrate(text, request_key))
+
+    def record(self, answered: Inference) -> None:
+        """Store a request of the API and its answers."""
+        self._write(inferences.record, answered)
+
+    def give_feedback(
+        self, campaign_id: int, said: Feedback, rater_id: int, now: float | None = None
+    ) -> StoredFeedback:
+        """Store what the key `rater_id` says of one of its answers, and the vote that it makes; the same again returns
+        the first.
+
+        Raises:
+            UnknownPresentationError: there is no such answer or conversation of this key.
+            VoteError, VoteConflictError, DataError: the value does not fit, or the vote cannot be stored.
+        """
+        moment = or_now(now)
+        return self._writer.do(lambda c: inferences.give(c, self._rng, campaign_id, said, rater_id, moment))
 
     def command(self, kind: CommandKind, argument: str, rater_id: int, now: float | None = None) -> int:
         """Id of a new command for the trainer."""

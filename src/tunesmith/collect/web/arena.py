@@ -214,8 +214,7 @@ class Arena(Closeable):
                 return
             if number != len(turns) - 1 or turns[number].answers:
                 raise VoteConflictError("this message is answered already; reload the page")
-            self._drawer.stop(conversation.drawings)
-            conversation.drawings = []
+            self._stop(conversation)
             turns.pop()
             conversation.first = min(conversation.first, max(len(turns) - 1, 0))
             self._save(conversation)
@@ -228,8 +227,7 @@ class Arena(Closeable):
             turns = conversation.turns
             if not turns or turns[-1].answers or not 0 <= number < len(turns):
                 raise VoteConflictError("the conversation is at another turn; reload the page")
-            self._drawer.stop(conversation.drawings)
-            conversation.drawings = []
+            self._stop(conversation)
             conversation.first = number
             self._save(conversation)
 
@@ -319,6 +317,12 @@ class Arena(Closeable):
             for side in conversation.turns[-1].sides
         ]
         return conversation.drawings
+
+    def _stop(self, conversation: Conversation) -> None:
+        """End drawings that nobody waits for. Those that are over are left alone."""
+        for drawing in conversation.drawings:
+            self._drawer.stop(drawing.id)
+        conversation.drawings = []
 
     def _file(self, id: str) -> Path:
         return self._folder / f"{id}.json"

@@ -1,13 +1,13 @@
-"""The server's side of the process that draws the answers of the arena, `apps/workflows/arena_worker.py`."""
+"""The server's side of the process that draws answers, `apps/workflows/model_worker.py`."""
 
 import itertools
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +17,61 @@ from tunesmith.base.schema.records import Message
 from tunesmith.collect.store.database import Closeable
 
 MAX_WAITING = 64
-"""Most answers that are asked for at a time."""
+"""Most answers of the arena that are drawn at a time."""
 
 CANNOT_LOAD = "one of the two models cannot be used at the moment; the next try takes others"
 """Message of a page about a model that cannot be loaded: the reason names it, and is in the log of the server."""
+
+TOO_LONG = (
+    "the conversation is longer than a model's context; leave out its oldest turns, change the message, or begin a new "
+    "conversation"
+)
+"""What a person is told in place of numbers of tokens, which they cannot set."""
 
 _log = get_logger(__name__)
 _END_S = 5.0
 
 Json = Mapping[str, Any]
 
+OnReply = Callable[[Json], None]
+"""Called with each reply to a request, by the thread that reads them; the last one is `done` or an `error`."""
+
 
 @dataclass(slots=True)
 class Drawing:
-    """An answer while it is drawn: the `text` so far, then the whole `answer` or an `error` for the page. `is_lost`:
-    the model cannot be loaded, so another try needs another one.
+    """An answer of the arena while it is drawn: the `text` so far, then the whole `answer` or an `error` for the page.
+    `is_lost`: the model cannot be loaded, so another try needs another one.
     """
 
+    id: int = -1
     text: str = ""
     answer: Json | None = None
     error: str = ""
     is_lost: bool = False
 
+    def note(self, reply: Json) -> None:
+        """Take a reply of the process."""
+        self.text += reply.get("text", "")
+        self.answer = reply.get("answer", self.answer)
+        if "error" not in reply:
+            return
+        self.is_lost = reply["kind"] == "model"
+        told = {"model": CANNOT_LOAD, "context": TOO_LONG}
+        self.error = told.get(reply["kind"], reply["error"])
+        _log.warning("an answer cannot be drawn: %s", reply["error"])
+
 
 def command() -> list[str]:
     """The command line of the process."""
-    return [sys.executable, "-m", "tunesmith.apps.workflows.arena_worker"]
+    return [sys.executable, "-m", "tunesmith.apps.workflows.model_worker"]
+
+
+@dataclass(slots=True)
+class _Process:
+    """A process, and who is told its replies."""
+
+    popen: subprocess.Popen[str]
+    listeners: dict[int, OnReply] = field(default_factory=dict[int, OnReply])
 
 
 class Drawer(Closeable):
@@ -55,19 +84,43 @@ class Drawer(Closeable):
         self._log_file = log
         self._lock = threading.Lock()
         self._ids = itertools.count()
-        self._process: subprocess.Popen[str] | None = None
-        self._open: dict[int, tuple[subprocess.Popen[str], Drawing]] = {}
+        self._process: _Process | None = None
 
     def close(self) -> None:
         """End the process."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
-            process.terminate()
+            process.popen.terminate()
             try:
-                process.wait(_END_S)
+                process.popen.wait(_END_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                process.popen.kill()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are drawn or wait."""
+        process = self._process
+        return 0 if process is None else len(process.listeners)
+
+    def ask(self, request: Json, on_reply: OnReply) -> int:
+        """Send a request, without its `id`, as the process takes it; returns its id. `on_reply` may be called before
+        that. Raises RunError if the process cannot be started, or has just ended.
+        """
+        with self._lock:
+            process, id = self._running(), next(self._ids)
+            process.listeners[id] = on_reply
+            if not _send(process, {"id": id, **request}):
+                del process.listeners[id]
+                raise RunError("the process that draws answers has ended; try again")
+        return id
+
+    def stop(self, id: int) -> None:
+        """End a request that nobody waits for; there is no further reply. Harmless if it is over."""
+        with self._lock:
+            process = self._process
+            if process is not None and process.listeners.pop(id, None) is not None:
+                _send(process, {"stop": id})
 
     def draw(self, model: Json, messages: Sequence[Message], sampling: Json, *, as_text: bool = False) -> Drawing:
         """The answer of `model` (a section of a recipe) to a conversation, which goes on in the background. `as_text`:
@@ -75,43 +128,24 @@ class Drawer(Closeable):
 
         Raises RunError if too many wait, or the process cannot be started.
         """
+        if self.num_open >= MAX_WAITING:
+            raise RunError(f"{MAX_WAITING} answers are being drawn; try again in a moment")
+        drawing = Drawing()
         request = {
             "model": model,
             "messages": [dict(one) for one in messages],
             "sampling": sampling,
             "as_text": as_text,
         }
-        with self._lock:
-            if len(self._open) >= MAX_WAITING:
-                raise RunError(f"{MAX_WAITING} answers are being drawn; try again in a moment")
-            process = self._running()
-            assert process.stdin is not None
-            id, drawing = next(self._ids), Drawing()
-            self._open[id] = process, drawing
-            try:
-                process.stdin.write(json.dumps({"id": id, **request}) + "\n")
-                process.stdin.flush()
-            except OSError:  # it has just ended; its reader says so to all others
-                del self._open[id]
-                drawing.error = "the process that draws answers has ended; try again"
+        drawing.id = self.ask(request, drawing.note)
         return drawing
 
-    def stop(self, drawings: Sequence[Drawing]) -> None:
-        """End drawings that nobody waits for. Those that are over are left alone."""
-        with self._lock:
-            for id in [id for id, (_, drawing) in self._open.items() if any(drawing is one for one in drawings)]:
-                process, _ = self._open.pop(id)
-                assert process.stdin is not None
-                with suppress(OSError):  # it has ended, and with it the drawing
-                    process.stdin.write(json.dumps({"stop": id}) + "\n")
-                    process.stdin.flush()
-
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
+    def _running(self) -> _Process:
+        if self._process is None or self._process.popen.poll() is not None:
             try:
                 with self._log_file.open("w", encoding="utf-8") as log:
                     # A session of its own: Ctrl-C is for the server, which ends the process.
-                    self._process = subprocess.Popen(
+                    popen = subprocess.Popen(
                         command(),
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
@@ -122,33 +156,36 @@ class Drawer(Closeable):
                     )
             except OSError as error:
                 raise RunError(f"the process that draws answers cannot be started ({error.strerror})") from error
-            threading.Thread(target=self._read, args=(self._process,), name="arena", daemon=True).start()
+            self._process = _Process(popen)
+            threading.Thread(target=self._read, args=(self._process,), name="drawing", daemon=True).start()
         return self._process
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        """Note the replies of `process` until it ends."""
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._note(json.loads(line))
-        code = process.wait()
+    def _read(self, process: _Process) -> None:
+        """Hand out the replies of `process` until it ends."""
+        assert process.popen.stdout is not None
+        for line in process.popen.stdout:
+            reply: Json = json.loads(line)
+            has_ended = "done" in reply or "error" in reply
+            with self._lock:
+                listeners = process.listeners
+                listener = listeners.pop(reply["id"], None) if has_ended else listeners.get(reply["id"])
+            if listener is not None:  # else it was stopped
+                listener(reply)
+        code = process.popen.wait()
         with self._lock:
             if self._process is not None and code != 0:
                 _log.warning("the process that draws answers ended with code %d, see %s", code, self._log_file)
-            for id in [id for id, (asked, _) in self._open.items() if asked is process]:
-                self._open.pop(id)[1].error = f"the process that draws answers ended (code {code}); try again"
+            left, process.listeners = dict(process.listeners), {}
+        for id, listener in left.items():
+            reason = f"the process that draws answers ended (code {code}); try again"
+            listener({"id": id, "error": reason, "kind": "engine"})
 
-    def _note(self, reply: Json) -> None:
-        with self._lock:
-            if reply["id"] not in self._open:  # it was stopped
-                return
-            drawing = self._open[reply["id"]][1]
-            if "text" in reply:
-                drawing.text += reply["text"]
-                return
-            del self._open[reply["id"]]
-            if "answer" in reply:
-                drawing.answer = reply["answer"]
-                return
-            drawing.is_lost = reply["kind"] == "model"
-            drawing.error = CANNOT_LOAD if drawing.is_lost else reply["error"]
-            _log.warning("an answer cannot be drawn: %s", reply["error"])
+
+def _send(process: _Process, message: Json) -> bool:
+    """False if the process has ended."""
+    assert process.popen.stdin is not None
+    with suppress(OSError):
+        process.popen.stdin.write(json.dumps(message) + "\n")
+        process.popen.stdin.flush()
+        return True
+    return False

@@ -6,8 +6,10 @@ the ids of a completion continue them. They are the ids of the whole text where 
 it, as in a rollout. Back again, the text of a completion is that of prompt and completion less that of the prompt.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import Literal, cast
 
@@ -220,6 +222,37 @@ def open_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     if not known(["<0x0A>"]):
         return frozenset()
     return frozenset(known([f"<0x{byte:02X}>" for byte in range(256)])) | special_token_ids(tokenizer)
+
+
+@lru_cache(maxsize=1 << 16)
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
+    """The bytes that a token stands for within a text; of a special token, those of its name."""
+    name = str(tokenizer.convert_ids_to_tokens(token_id))
+    if token_id in special_token_ids(tokenizer):
+        return name.encode()
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
+        return bytes([int(name[3:5], 16)])
+    known = _byte_of_character()
+    if _is_byte_level(tokenizer) and all(character in known for character in name):
+        return bytes(known[character] for character in name)
+    return name.replace("\u2581", " ").encode()
+
+
+@lru_cache(maxsize=8)
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    return decoder is not None and b"ByteLevel" in decoder.__getstate__()
+
+
+@lru_cache(maxsize=1)
+def _byte_of_character() -> dict[str, int]:
+    """The byte of each character of a byte-level vocabulary: printable ones stand for themselves, the others, in order,
+    are those from 256 on (GPT-2, Radford et al. 2019).
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -1,14 +1,13 @@
-"""The process that draws for the arena: requests that wait together, and what it refuses."""
+"""The process that draws for the server: requests that come together, and what it refuses."""
 
 import io
 import json
 import queue
-from collections import OrderedDict
 
 import psutil
 import pytest
 
-from tunesmith.apps.workflows.arena_worker import MAX_MODELS, Worker, main
+from tunesmith.apps.workflows.model_worker import MAX_MODELS, Worker, main
 from tunesmith.engine.models.tiny import tiny_model
 
 TINY = {"name": "tiny:llama", "dtype": "float32"}
@@ -26,7 +25,7 @@ def request(id, *turns, model=TINY, sampling=SAMPLING, as_text=False):
 def worker():
     """A worker whose replies are collected in `replies`."""
     replies = []
-    made = Worker(replies.append, OrderedDict())
+    made = Worker(replies.extend)
     yield made, replies
 
 
@@ -41,23 +40,30 @@ def work(worker, *requests):
     return {one["id"]: [reply for reply in replies if reply["id"] == one["id"]] for one in requests}
 
 
+def answer_of(replies):
+    """The only answer."""
+    (answer,) = [one["answer"] for one in replies if "answer" in one]
+    return answer
+
+
 def test_texts_come_in_pieces_whose_sum_is_the_answer(worker):
     found = work(worker, *(request(k, *turns, as_text=True) for k, turns in enumerate(CONVERSATIONS)))
     for replies in found.values():
-        answer = replies[-1]["answer"]
-        assert "".join(one["text"] for one in replies[:-1]) == answer["text"]
+        answer = answer_of(replies)
+        assert "".join(one.get("text", "") for one in replies) == answer["text"]
         assert 1 <= len(answer["token_ids"]) == len(answer["logps"]) <= 6
-    assert found[0][-1]["answer"]["prompt"] == "The film was"
-    assert found[1][-1]["answer"]["prompt"] == "A story begins\nIt ends"
+        assert replies[-1]["done"] and replies[0]["begun"]["prompt"] == answer["prompt"]
+    assert answer_of(found[0])["prompt"] == "The film was"
+    assert answer_of(found[1])["prompt"] == "A story begins\nIt ends"
 
 
 def test_what_cannot_be_answered_costs_no_other_request(worker):
     found = work(
         worker, request(0, "x " * 20_000), request(1, "The film was"), request(2, "hi", model={"name": "no/such"})
     )
-    assert found[0] == [{"id": 0, "error": found[0][0]["error"], "kind": "prompt"}]
-    assert "longer than a model's context" in found[0][0]["error"]
-    assert "answer" in found[1][-1]
+    assert found[0] == [{"id": 0, "error": found[0][0]["error"], "kind": "context"}]
+    assert "the model's context holds" in found[0][0]["error"]
+    assert answer_of(found[1])
     assert found[2][0]["kind"] == "model" and "no/such" in found[2][0]["error"]
 
 
@@ -65,14 +71,14 @@ def test_a_request_that_was_stopped_is_not_drawn_further(worker):
     made, replies = worker
     made.stopped.add(1)
     found = work(worker, request(0, "The film was"), request(1, "The cast was"))
-    assert "answer" in found[0][-1] and found[1] == []
+    assert answer_of(found[0]) and found[1] == []
     pieces = []
-    made.reply = lambda reply: (pieces.append(reply), made.stopped.add(2))
+    made.reply = lambda replies: (pieces.extend(replies), "text" in replies[-1] and made.stopped.add(2))
     work(worker, request(2, "The film was", sampling={"max_new_tokens": 200, "temperature": 1.0}))
-    made.reply = replies.append
+    made.reply = replies.extend
     made.stopped.clear()  # ids are used again by other tests
-    assert len(pieces) == 1 and "text" in pieces[0]
-    assert "answer" in work(worker, request(3, "The film was"))[3][-1]  # the engine is as it was
+    assert len(pieces) < 20 and "text" in pieces[-1]
+    assert answer_of(work(worker, request(3, "The film was"))[3])  # the engine is as it was
 
 
 def test_a_model_with_a_template_reads_messages_and_few_models_are_kept(worker, tmp_path):
@@ -84,9 +90,9 @@ def test_a_model_with_a_template_reads_messages_and_few_models_are_kept(worker, 
     found = work(
         worker, *(request(name, "hi", model={"name": str(tmp_path / str(name))}) for name in range(MAX_MODELS))
     )
-    assert found[0][-1]["answer"]["prompt"] == ({"role": "user", "content": "hi"},)
+    assert answer_of(found[0])["prompt"] == ({"role": "user", "content": "hi"},)
     as_text = work(worker, request(0, "hi", model={"name": str(tmp_path / "0")}, as_text=True))
-    assert as_text[0][-1]["answer"]["prompt"] == "hi"
+    assert answer_of(as_text[0])["prompt"] == "hi"
     assert len(worker[0].speakers) == MAX_MODELS
 
 
@@ -103,4 +109,4 @@ def test_requests_and_replies_are_lines_of_json():
     replies = io.StringIO()
     main(io.StringIO(json.dumps(request(7, "The film was")) + "\n"), replies)
     lines = [json.loads(line) for line in replies.getvalue().splitlines()]
-    assert {one["id"] for one in lines} == {7} and "answer" in lines[-1]
+    assert {one["id"] for one in lines} == {7} and answer_of(lines) and lines[-1]["done"]

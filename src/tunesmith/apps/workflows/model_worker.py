@@ -1,0 +1,300 @@
+"""The process that draws for the server: for the arena, and for the OpenAI endpoint. The server need not load torch.
+
+`python -m tunesmith.apps.workflows.model_worker` reads requests from stdin and writes replies to stdout, one JSON
+object a line. A request:
+
+- `id`, and the `model`, a section of a recipe;
+- what is read: `messages` (with `tools`, schemas, if there are any), a `text`, or `token_ids`. `as_text` has a model
+  with a chat template read messages as one text;
+- `n`, and the `sampling` parameters: those of `SamplingParams`, of which `max_new_tokens` may be missing: at most
+  `most_new_tokens` then, and no more than the context holds. `presence_penalty`, `frequency_penalty` and `num_top` as
+  in `engine/rollout/open_batch.py`.
+
+Its replies: `begun`, with the `prompt` as the model reads it, as text and ids; any number with what was drawn of a
+`sample`: new `text`, `token_ids`, and their `scores`; an `answer` for each sample; then `done`. Or an `error`, whose
+`kind` is `model` for one that cannot be loaded, `context` for a prompt that is too long, `prompt` for what cannot be
+drawn otherwise, and `engine` if the engine failed. `{"stop": id}` ends a request without further replies.
+"""
+
+import json
+import os
+import queue
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.core.errors import ContextFullError, InputError, ModelError, TunesmithError
+from tunesmith.base.core.system import keep_freed_memory
+from tunesmith.base.schema.records import Message, Prompt, Text
+from tunesmith.engine.batch.rollout import Completion, SamplingParams
+from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.loaded import PreTrainedTokenizerBase, context_length
+from tunesmith.engine.models.tokenizer import decode_marked, encode_prompt, token_bytes
+from tunesmith.engine.models.tool_messages import as_template_takes, with_tools
+from tunesmith.engine.models.turns import call_ends, parse_answer
+from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.open_batch import Ask, OpenBatch, Piece, TokenScore, open_batch
+from tunesmith.observe.profiling.meter import available_gb
+
+MAX_MODELS = 3
+"""Models that are kept in memory: in a live loop the base, the served version and the one before it."""
+
+IDLE_S = 600.0
+"""Seconds without a request after which the process ends, and frees its memory. The server starts another."""
+
+MOST_NEW_TOKENS = 1024
+"""Tokens of an answer for which the request names no limit."""
+
+_WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
+_COPIES = 3.0
+"""Bytes in memory of each byte of weights: 16-bit weights as float32, and the engine's packed copy of them."""
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """A loaded model; its requests are drawn in `batch`."""
+
+    batch: OpenBatch
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+
+
+@dataclass(slots=True)
+class Worker:
+    """Answers requests; `reply` is called with the replies of a step. The models used last are kept in `speakers`, the
+    requests that nobody waits for any more in `stopped`.
+    """
+
+    reply: Callable[[Sequence[Json]], None]
+    speakers: OrderedDict[str, Speaker] = field(default_factory=OrderedDict[str, Speaker])
+    stopped: set[int] = field(default_factory=set[int])
+    _busy: dict[int, str] = field(default_factory=dict[int, str])  # the model of each open request
+    _replies: list[Json] = field(default_factory=list[Json])
+
+    def work(self, requests: "queue.SimpleQueue[Json | None]", idle_s: float = IDLE_S) -> None:
+        """Answer requests until None comes and all are answered, or nothing comes for `idle_s`."""
+        has_ended = False
+        while True:
+            try:
+                if not self._busy and requests.empty():
+                    self.stopped.clear()  # all of them have ended
+                while not has_ended and not (self._busy and requests.empty()):
+                    request = requests.get(timeout=idle_s)
+                    has_ended = request is None
+                    if request is not None:
+                        self.begin(request)
+                        self._send()
+            except queue.Empty:
+                return
+            self._step()
+            if has_ended and not self._busy:
+                return
+
+    def begin(self, request: Json) -> None:
+        """Take a request, or say why it cannot be answered."""
+        id = request["id"]
+        if id in self.stopped:
+            return
+        try:
+            key, speaker = self.speaker(request["model"])
+        except (TunesmithError, OSError, MemoryError) as error:
+            self._fail(id, str(error) or "there is too little memory", "model")
+            return
+        try:
+            speaker.batch.add(self._ask(speaker, request))
+            self._busy[id] = key
+        except InputError as error:
+            self._fail(id, str(error), _kind(error))
+
+    def speaker(self, model: Json) -> tuple[str, Speaker]:
+        """The loaded model, by a key. Raises ModelError if there is none, or it is too large for the free memory."""
+        key = json.dumps(model, sort_keys=True)
+        if key not in self.speakers:
+            idle = [one for one in self.speakers if one not in self._busy.values()]
+            for one in idle[: max(0, len(self.speakers) - MAX_MODELS + 1)]:
+                del self.speakers[one]
+            section = ModelSection.model_validate(model)
+            check_memory(section.name)
+            loaded = load_policy(section)
+            batch = open_batch(open_engine(loaded.model, loaded.tokenizer))
+            self.speakers[key] = Speaker(batch, loaded.tokenizer, context_length(loaded.model) or 1_000_000)
+        self.speakers.move_to_end(key)
+        return key, self.speakers[key]
+
+    def _ask(self, speaker: Speaker, request: Json) -> Ask:
+        """The request for the engine, after `begun` was said. Raises InputError if it cannot be drawn."""
+        id, tokenizer = request["id"], speaker.tokenizer
+        prompt = prompt_of(request, tokenizer)
+        ids = encode_prompt(tokenizer, prompt) if prompt.token_ids is None else prompt.token_ids
+        given = dict(request["sampling"])
+        most, room = request.get("most_new_tokens", MOST_NEW_TOKENS), speaker.context - len(ids)
+        if room < 1:
+            raise ContextFullError(f"the prompt has {len(ids)} tokens, and the model's context holds {speaker.context}")
+        given.setdefault("max_new_tokens", min(most, room))
+        tools = request.get("tools") or ()
+        stops = tuple(given.pop("stop_token_ids", ()))
+        sampling = SamplingParams(**given, stop_token_ids=(*stops, *(call_ends(tokenizer) if tools else ())))
+        self._replies.append({"id": id, "begun": {"prompt": prompt.content, "prompt_ids": ids}})
+        num_left = request.get("n", 1)
+
+        def on_piece(piece: Piece) -> None:
+            nonlocal num_left
+            reply: dict[str, Any] = {"id": id, "sample": piece.sample}
+            if piece.text:
+                reply["text"] = piece.text
+            if piece.token_ids:
+                reply["token_ids"] = piece.token_ids
+            if piece.scores:
+                reply["scores"] = [_shown(tokenizer, score) for score in piece.scores]
+            if piece.completion is not None:
+                message = _message(tokenizer, ids, piece.completion, tools) if tools else None
+                reply["answer"] = {**_facts(prompt.content, piece.completion), "message": message}
+                num_left -= 1
+            self._replies.append(reply)
+            if num_left == 0:
+                self._replies.append({"id": id, "done": True})
+                del self._busy[id]
+
+        def on_error(error: TunesmithError) -> None:
+            del self._busy[id]
+            self._fail(id, str(error), _kind(error))
+
+        def is_stopped() -> bool:
+            return id in self.stopped
+
+        return Ask(
+            prompt=Prompt(str(id), prompt.content, token_ids=ids),
+            n=request.get("n", 1),
+            sampling=sampling,
+            on_piece=on_piece,
+            on_error=on_error,
+            is_stopped=is_stopped,
+            presence_penalty=request.get("presence_penalty", 0.0),
+            frequency_penalty=request.get("frequency_penalty", 0.0),
+            num_top=request.get("num_top"),
+        )
+
+    def _step(self) -> None:
+        """Draw a step of every model that has requests, and send what was drawn."""
+        stopped = [id for id in self._busy if id in self.stopped]
+        for key in set(self._busy.values()):
+            self.speakers[key].batch.step()
+        self._send()
+        for id in stopped:  # which the engine knows now
+            self._busy.pop(id, None)
+
+    def _fail(self, id: int, reason: str, kind: str) -> None:
+        self._replies.append({"id": id, "error": reason, "kind": kind})
+
+    def _send(self) -> None:
+        replies = [reply for reply in self._replies if reply["id"] not in self.stopped]
+        self._replies.clear()
+        if replies:
+            self.reply(replies)
+
+
+def prompt_of(request: Json, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """What the model reads: messages as its template takes them, a text, or ids. Without a chat template messages are
+    one text, each turn of the person on a new line and the answer directly after it.
+
+    Raises:
+        InputError: tools for a model without a chat template, or a conversation that the template refuses.
+    """
+    if "token_ids" in request:
+        ids = tuple(request["token_ids"])
+        return Prompt("", decode_marked(tokenizer, ids), token_ids=ids)
+    if "text" in request:
+        return Prompt("", request["text"])
+    messages: list[Message] = request["messages"]
+    tools = request.get("tools")
+    if tokenizer.chat_template and not request.get("as_text"):
+        columns = {"tools": tools} if tools else {}
+        prompt = Prompt("", tuple(messages), columns)
+        return with_tools(tokenizer, prompt) if tools or _has_calls(messages) else prompt
+    if tools:
+        raise InputError("the model has no chat template, so it cannot be told of tools; leave them out")
+    parts = (("\n" if one["role"] == "user" and place else "") + str(one["content"]) for place, one in enumerate(messages))
+    return Prompt("", "".join(parts))
+
+
+def _has_calls(messages: Sequence[Message]) -> bool:
+    return any(one["role"] == "tool" or one.get("tool_calls") for one in messages)
+
+
+def check_memory(name: str) -> None:
+    """Raise ModelError if the weights in a folder or file are larger than what is free."""
+    path = Path(name).expanduser()
+    folder = path / "final" if (path / "final").is_dir() else path
+    files = [folder] if folder.is_file() else [file for form in _WEIGHTS for file in folder.glob(form)]
+    needed_gb, free_gb = _COPIES * sum(file.stat().st_size for file in files) / 1e9, available_gb()
+    if needed_gb > free_gb:
+        raise ModelError(f"{name} needs about {needed_gb:.1f} GB of memory, {free_gb:.1f} GB are free")
+
+
+def _kind(error: TunesmithError) -> str:
+    if isinstance(error, ContextFullError):
+        return "context"
+    return "prompt" if isinstance(error, InputError) else "engine"
+
+
+def _facts(prompt: Text, completion: Completion) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "logps": completion.raw_logps,
+        "drawn_logps": completion.logps,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _message(
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], completion: Completion, tools: Sequence[Any]
+) -> Json:
+    """What was drawn as a message, its calls of tools read."""
+    ended = completion.token_ids[-1:] if completion.finish_reason == "stop" else ()
+    answer = parse_answer(tokenizer, prompt_ids, completion.token_ids, tools, stop_ids=ended)
+    return answer.message if answer.malformed is None else {"role": "assistant", "content": completion.text}
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase, score: TokenScore) -> Json:
+    """A score with the bytes of its tokens."""
+    top = [[list(token_bytes(tokenizer, token)), logp] for token, logp in score.top]
+    return {"bytes": list(token_bytes(tokenizer, score.token_id)), "logp": score.logp, "top": top}
+
+
+def main(source: TextIO, target: TextIO) -> None:
+    """Answer the requests in `source` until it ends."""
+    requests: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in source:
+            request = json.loads(line)
+            if "stop" in request:
+                worker.stopped.add(request["stop"])
+            else:
+                requests.put(request)
+        requests.put(None)
+
+    def reply(messages: Sequence[Json]) -> None:
+        target.write("".join(json.dumps(message, default=dict) + "\n" for message in messages))
+        target.flush()
+
+    keep_freed_memory()
+    worker = Worker(reply)
+    threading.Thread(target=read, name="requests", daemon=True).start()
+    worker.work(requests)
+
+
+if __name__ == "__main__":
+    # Whatever a library prints must not be taken for a reply.
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    main(sys.stdin, replies)

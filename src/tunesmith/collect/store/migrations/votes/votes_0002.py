@@ -1,0 +1,76 @@
+"""Keys of the API, the answers that it gave, and feedback on them."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "votes_0002"
+down_revision = "votes_0001"
+
+_ID = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
+
+def upgrade() -> None:
+    """Add a column to the raters, and three tables."""
+    op.add_column("raters", sa.Column("scopes_json", sa.Text, nullable=True))
+    op.create_table(
+        "inferences",
+        sa.Column("id", _ID, nullable=False),
+        sa.Column("name", sa.String(64), nullable=False),
+        sa.Column("rater_id", _ID, nullable=False),
+        sa.Column("user", sa.String(200), nullable=False),
+        sa.Column("episode", sa.String(200), nullable=False),
+        sa.Column("model", sa.String(1000), nullable=False),
+        sa.Column("prompt_json", sa.Text, nullable=False),
+        sa.Column("prompt_ids_json", sa.Text, nullable=False),
+        sa.Column("options_json", sa.Text, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_inferences"),
+        sa.UniqueConstraint("name", name="uq_inferences_name"),
+        sa.ForeignKeyConstraint(["rater_id"], ["raters.id"], name="fk_inferences_rater_id"),
+        sqlite_autoincrement=True,
+    )
+    op.create_index("ix_inferences_episode", "inferences", ["episode"])
+    op.create_index("ix_inferences_user", "inferences", ["rater_id", "user"])
+    op.create_table(
+        "inference_choices",
+        sa.Column("inference_id", _ID, nullable=False),
+        sa.Column("position", sa.Integer, nullable=False),
+        sa.Column("text", sa.Text, nullable=False),
+        sa.Column("message_json", sa.Text, nullable=True),
+        sa.Column("token_ids_json", sa.Text, nullable=False),
+        sa.Column("logps_json", sa.Text, nullable=False),
+        sa.Column("drawn_logps_json", sa.Text, nullable=False),
+        sa.Column("finish_reason", sa.String(32), nullable=False),
+        sa.Column("weight_version", sa.Integer, nullable=True),
+        sa.Column("source_id", sa.String(200), nullable=False),
+        sa.PrimaryKeyConstraint("inference_id", "position", name="pk_inference_choices"),
+        sa.ForeignKeyConstraint(["inference_id"], ["inferences.id"], name="fk_inference_choices_inference_id"),
+    )
+    op.create_table(
+        "feedback",
+        sa.Column("id", _ID, nullable=False),
+        sa.Column("name", sa.String(64), nullable=False),
+        sa.Column("inference_id", _ID, nullable=True),
+        sa.Column("episode", sa.String(200), nullable=False),
+        sa.Column("choice", sa.Integer, nullable=False),
+        sa.Column("rater_id", _ID, nullable=False),
+        sa.Column("metric", sa.String(200), nullable=False),
+        sa.Column("value_json", sa.Text, nullable=True),
+        sa.Column("tags_json", sa.Text, nullable=False),
+        sa.Column("revision", sa.Integer, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_feedback"),
+        sa.UniqueConstraint("name", name="uq_feedback_name"),
+        sa.UniqueConstraint(
+            "inference_id",
+            "episode",
+            "choice",
+            "rater_id",
+            "metric",
+            "revision",
+            name="uq_feedback_inference_id_episode_choice_rater_id_metric_revision",
+        ),
+        sa.ForeignKeyConstraint(["inference_id"], ["inferences.id"], name="fk_feedback_inference_id"),
+        sa.ForeignKeyConstraint(["rater_id"], ["raters.id"], name="fk_feedback_rater_id"),
+        sqlite_autoincrement=True,
+    )

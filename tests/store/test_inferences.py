@@ -1,0 +1,176 @@
+"""Answers of the API, and feedback on them: what is kept, what becomes a vote, and what is refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tunesmith.base.core.errors import DataError, StoreError, UnknownPresentationError, VoteError
+from tunesmith.base.schema.records import Text
+from tunesmith.collect.store.inferences import EDITED
+from tunesmith.collect.store.records import CampaignSettings, Choice, Feedback, Inference
+from tunesmith.collect.store.votes import VoteStore
+
+PROMPT: Text = ({"role": "user", "content": "Name a colour."},)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[VoteStore]:
+    with VoteStore.open(tmp_path / "votes.db", seed=0) as opened:
+        opened.set_campaign(CampaignSettings())
+        yield opened
+
+
+@pytest.fixture
+def key(store: VoteStore) -> int:
+    return store.add_rater("app", scopes=("generate", "feedback")).rater.id
+
+
+def choice(text: str, version: int = 3) -> Choice:
+    return Choice(text, (5, 6), (-0.5, -1.0), (-0.4, -0.9), "stop", version, f"v{version}")
+
+
+def answered(store: VoteStore, key: int, name: str, *texts: str, prompt: Text = PROMPT, episode: str = "") -> Inference:
+    one = Inference(
+        name=name,
+        rater_id=key,
+        model="live",
+        prompt=prompt,
+        prompt_ids=(1, 2, 3),
+        choices=tuple(choice(text) for text in texts),
+        options={"temperature": 0.7},
+        user="u1",
+        episode=episode,
+        created_at=100.0,
+    )
+    store.record(one)
+    return one
+
+
+def say(store: VoteStore, key: int, metric: str, value: object, name: str = "", **more: object):
+    said = Feedback(metric=metric, value=value, inference=name, **more)  # type: ignore[arg-type]
+    return store.give_feedback(1, said, key)
+
+
+def test_an_answer_is_kept_whole_under_the_id_of_the_client(store: VoteStore, key: int):
+    one = answered(store, key, "chatcmpl-1", "Red.", "Blue.")
+    assert store.reader.inference("chatcmpl-1") == one
+    assert store.reader.inference("chatcmpl-2") is None
+
+
+def test_a_key_is_no_login_and_has_known_scopes(store: VoteStore, key: int):
+    made = store.add_rater("other", scopes=("generate",))
+    assert made.token.startswith("sk-") and made.rater.scopes == ("generate",)
+    assert store.reader.rater_of(made.token) == made.rater
+    with pytest.raises(StoreError, match="scopes"):
+        store.add_rater("third", scopes=("everything",))  # type: ignore[arg-type]
+
+
+def test_a_preference_between_two_answers_is_a_vote_with_the_ids_that_were_drawn(store: VoteStore, key: int):
+    answered(store, key, "chatcmpl-1", "Red.", "Blue.")
+    say(store, key, "preference", {"better": 1, "worse": 0}, "chatcmpl-1")
+    (vote,) = store.reader.votes_after(0)
+    assert (vote.chosen.text, vote.rejected.text) == ("Blue.", "Red.")
+    assert vote.chosen.token_ids == (5, 6) and vote.chosen.weight_version == 3 and vote.rater == "app"
+    # Said otherwise, it replaces the first; withdrawn, there is none.
+    say(store, key, "preference", {"better": 0, "worse": 1, "verdict": "much_better"}, "chatcmpl-1")
+    last = store.reader.votes_after(vote.id)[-1]
+    assert (last.chosen.text, last.verdict.removeprefix("left").removeprefix("right")) == ("Red.", "_much")
+    say(store, key, "preference", None, "chatcmpl-1")
+    assert store.reader.votes_after(last.id)[-1].verdict == "withdrawn"
+
+
+def test_answers_of_two_requests_are_compared_by_their_ids(store: VoteStore, key: int):
+    answered(store, key, "chatcmpl-1", "Red.")
+    answered(store, key, "chatcmpl-2", "Blue.", "Green.")
+    say(store, key, "preference", {"better": "chatcmpl-2#1", "worse": "chatcmpl-1"})
+    (vote,) = store.reader.votes_after(0)
+    assert (vote.chosen.text, vote.rejected.text) == ("Green.", "Red.")
+    answered(store, key, "chatcmpl-3", "Seven.", prompt="A number?")
+    with pytest.raises(VoteError, match="different conversations"):
+        say(store, key, "preference", {"better": "chatcmpl-3", "worse": "chatcmpl-1"})
+
+
+def test_a_better_answer_is_one_half_of_a_pair(store: VoteStore, key: int):
+    answered(store, key, "chatcmpl-1", "Red.")
+    say(store, key, "demonstration", "Crimson.", "chatcmpl-1")
+    (vote,) = store.reader.votes_after(0)
+    assert (vote.chosen.text, vote.rejected.text) == ("Crimson.", "Red.") and vote.chosen.source_id == EDITED
+    say(store, key, "demonstration", "Scarlet.", "chatcmpl-1")
+    verdicts = {one.chosen.text: one.verdict for one in store.reader.votes_after(0)}
+    assert verdicts["Scarlet."] in ("left", "right") and "withdrawn" in verdicts.values()
+
+
+def test_feedback_is_changed_and_withdrawn_and_the_same_again_is_one(store: VoteStore, key: int):
+    answered(store, key, "chatcmpl-1", "Red.", episode="chat 7")
+    first = say(store, key, "thumbs", True, "chatcmpl-1", tags={"page": "home"})
+    again = say(store, key, "thumbs", True, "chatcmpl-1", tags={"page": "home"})
+    assert (again.id, again.is_repeat, first.is_repeat) == (first.id, True, False)
+    say(store, key, "thumbs", False, "chatcmpl-1")
+    say(store, key, "thumbs", None, "chatcmpl-1")
+    say(store, key, "stars", 4.5, episode="chat 7")
+    say(store, key, "comment", "too short", "chatcmpl-1")
+    found = store.reader.feedback_after(0)
+    assert [(one.metric, one.value, one.revision) for one in found] == [
+        ("thumbs", True, 1),
+        ("thumbs", False, 2),
+        ("thumbs", None, 3),
+        ("stars", 4.5, 1),
+        ("comment", "too short", 1),
+    ]
+    assert found[0].inference == "chatcmpl-1" and found[3].episode == "chat 7" and not found[3].inference
+    assert not store.reader.votes_after(0)
+    assert say(store, key, "thumbs", None, "chatcmpl-1").is_repeat
+    with pytest.raises(VoteError, match="nothing to withdraw"):
+        say(store, key, "stars", None, "chatcmpl-1")
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "more", "message"),
+    [
+        ("thumbs", "yes", {}, "true or false"),
+        ("thumbs", float("nan"), {}, "finite"),
+        ("thumbs", {"a": 1}, {}, "true or false"),
+        ("comment", 3, {}, "is a text"),
+        ("demonstration", "  ", {}, "is a text"),
+        ("preference", True, {}, "object"),
+        ("preference", {"better": 0}, {}, "better and worse"),
+        ("preference", {"better": 0, "worse": 9}, {}, "choice is 9"),
+        ("preference", {"better": 0, "worse": 1, "verdict": "worst"}, {}, "verdict"),
+        ("preference", {"better": "chatcmpl-1#x", "worse": 1}, {}, "names no choice"),
+        ("thumbs", True, {"choice": 2}, "choice is 2"),
+        ("thumbs", True, {"episode": "e"}, "either inference_id"),
+        ("", True, {}, "metric_name"),
+        ("thumbs", True, {"tags": {"a": "b" * 300}}, "tags"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_stored(
+    store: VoteStore, key: int, metric: str, value: object, more: dict[str, object], message: str
+):
+    answered(store, key, "chatcmpl-1", "Red.", "Blue.")
+    with pytest.raises(VoteError, match=message):
+        say(store, key, metric, value, "chatcmpl-1", **more)
+    assert not store.reader.feedback_after(0) and not store.reader.votes_after(0)
+
+
+def test_nobody_speaks_of_anothers_answers(store: VoteStore, key: int):
+    other = store.add_rater("thief", scopes=("feedback",)).rater.id
+    answered(store, key, "chatcmpl-1", "Red.", episode="chat 7")
+    answered(store, other, "chatcmpl-2", "Blue.")
+    for metric, value, name, more in (
+        ("thumbs", True, "chatcmpl-1", {}),
+        ("thumbs", True, "", {"episode": "chat 7"}),
+        ("preference", {"better": "chatcmpl-2", "worse": "chatcmpl-1"}, "", {}),
+    ):
+        with pytest.raises(UnknownPresentationError):
+            say(store, other, metric, value, name, **more)
+    assert not store.reader.feedback_after(0)
+
+
+def test_a_text_that_no_database_holds_and_equal_answers_are_refused(store: VoteStore, key: int):
+    answered(store, key, "chatcmpl-1", "Red.", "Red.")
+    with pytest.raises(DataError):
+        say(store, key, "comment", "a\x00b", "chatcmpl-1")
+    with pytest.raises(DataError):
+        say(store, key, "preference", {"better": 0, "worse": 1}, "chatcmpl-1")
+    assert not store.reader.feedback_after(0)
