@@ -13,8 +13,10 @@ from starlette.testclient import TestClient
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.allowed import Allowed
+from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.app import create_app
 from tunesmith.collect.web.arena import Arena, Conversation, of_live_loop
+from tunesmith.collect.web.drawing import Drawer
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.run_index import id_of
 from tunesmith.collect.web.settings import Limits, ServerSettings
@@ -70,8 +72,10 @@ def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = ())
         Jobs(folder / "jobs", Allowed(folder / "runs", folder / "runs" / ".studio"), max_runs=0) as jobs,
     ):
         jobs.add(Wanted("grpo", settings=(("model.name", "tiny:llama"),)), "key")
-        with Arena(folder / "arena", lambda: of_live_loop(folder, runs), keeps_first=True) as arena:
-            app = create_app(settings, store, runs, studio, jobs, arena)
+        with Drawer(folder / "model_worker.log") as drawer:
+            arena = Arena(folder / "arena", drawer, lambda: of_live_loop(folder, runs), keeps_first=True)
+            endpoint = Endpoint(drawer, lambda: of_live_loop(folder, runs), "live")
+            app = create_app(settings, store, runs, studio, jobs, arena, endpoint)
             admin, rater = store.add_rater("ada", "admin"), store.add_rater("rob")
             talk = Conversation(TALK_ID, admin.rater.id, [])
             (folder / "arena" / f"{TALK_ID}.json").write_text(talk.to_json())

@@ -42,12 +42,14 @@ for line in sys.stdin:
     text = f" {name} hears {said}"
     text = f" {name}\x00" if said == "nul" else text
     text = " the same" if said == "same" else HOSTILE[name == "GAMMA"] if said == "hostile" else text
-    for start in range(0, len(text), 6):
-        reply(text=text[start : start + 6])
     # Without a chat template: one text.
     said = enumerate(request["messages"])
     whole = "".join(("\n" if one["role"] == "user" and k else "") + one["content"] for k, one in said)
-    reply(answer={"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0]})
+    reply(begun={"prompt": whole, "prompt_ids": [7]})
+    for start in range(0, len(text), 6):
+        reply(sample=0, text=text[start : start + 6])
+    answer = {"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0], "drawn_logps": [-0.5, -1.0]}
+    reply(sample=0, answer={**answer, "finish_reason": "stop", "message": None})
     reply(done=True)
 """
 
@@ -55,7 +57,7 @@ TOO_LONG = "the conversation is longer than a model's context; leave out its old
 HOSTILE = ("<img src=x onerror=\"document.title='owned'\">", "</script><script>document.title='owned'</script>")
 
 
-def command() -> list[str]:
+def command(*, stays: bool) -> list[str]:
     return [sys.executable, "-S", "-c", WORKER, json.dumps([HOSTILE, TOO_LONG])]
 
 

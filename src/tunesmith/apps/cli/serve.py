@@ -26,12 +26,23 @@ _MAX_GOLD_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Open the pages where people vote and watch training.
+    """Open the pages where people vote and watch training, and with --openai an OpenAI-compatible API.
 
     Votes are kept in FOLDER/votes.db. A trainer (`tunesmith live --dir FOLDER`) may run, start or end at any time.
     """
 
     dir: Annotated[Path, flag("Folder of votes and of the trainer.", "FOLDER")] = Path("live")
+    openai: Annotated[
+        str | None,
+        flag(
+            "Answer OpenAI's API at /v1 with this model or run, or with the served version of the live loop in FOLDER: "
+            "give FOLDER again.",
+            "MODEL",
+        ),
+    ] = None
+    new_key: Annotated[
+        str | None, flag("Print a new key of the API with this name, and end; no server may be running.", "NAME")
+    ] = None
     host: Annotated[str, flag("Address to listen on.", "HOST")] = "127.0.0.1"
     port: Annotated[int, flag("Port to listen on; 0 takes a free one.", "N")] = 8000
     login: Annotated[bool, flag("Allow other machines; everybody logs in with a token.")] = False
@@ -90,11 +101,18 @@ def serve(words: Sequence[str]) -> None:
         options.root_path,
         options.forwarded_allow_ips,
         has_arena=True,
+        openai=options.openai or "",
     )
     with reporting(as_json=options.json) as output:
         if options.new_admin_link:
             _say_link("vote", server.admin_link(settings), "", output)
             return
+        if options.new_key is not None:
+            key = server.new_key(settings, options.new_key, ("generate", "feedback"))
+            output.say(f"key      {key}")
+            output.finish({"key": key})
+            return
+        _check_served(settings)
 
         def fill(votes: "VoteStore", campaign_id: int) -> None:
             if items:
@@ -106,7 +124,7 @@ def serve(words: Sequence[str]) -> None:
             adjust=lambda campaign: _adjusted(campaign, options),
             is_exposed=options.login,
             fill=fill,
-            announce=lambda opened: _say_vote(opened, settings.votes_path, output),
+            announce=lambda opened: _say_vote(opened, settings.votes_path, output, has_api=bool(settings.openai)),
         )
 
 
@@ -141,12 +159,31 @@ def _text(path: Path) -> str:
     return text
 
 
-def _say_vote(opened: "Opened", votes_path: Path, output: Output) -> None:
+def _say_vote(opened: "Opened", votes_path: Path, output: Output, *, has_api: bool) -> None:
     """Print where the server is."""
     _say_entry("vote", opened, "", output)
     output.say(f"votes    {votes_path}")
+    if has_api:
+        output.say(f"API      {opened.url}/v1")
+        shown = f"key      {opened.key}\n         it is not stored; keep it" if opened.key else "key      see --new-key"
+        output.say(shown)
     output.say("Ctrl-C ends the server; what is not answered yet stays for the next start.")
-    output.finish({**_addresses(opened, ""), "votes": votes_path})
+    api = {"api": f"{opened.url}/v1", "key": opened.key or None} if has_api else {}
+    output.finish({**_addresses(opened, ""), "votes": votes_path, **api})
+
+
+def _check_served(settings: ServerSettings) -> None:
+    """Refuse a model that is not there before anything is opened."""
+    from tunesmith.base.runs.listing import read_recipe
+    from tunesmith.collect.web.server import serves_live_loop
+
+    path = Path(settings.openai).expanduser()
+    if not settings.openai or serves_live_loop(settings):
+        return
+    if path.is_dir() and (path / "versions").is_dir() and read_recipe(path):
+        raise InputError(f"{path} is a live loop, whose votes are in it; give --dir {path} too")
+    if settings.openai.startswith((".", "/", "~")) and not path.exists():
+        raise InputError(f"--openai {settings.openai}: there is no such folder or file")
 
 
 @dataclass(frozen=True, kw_only=True)

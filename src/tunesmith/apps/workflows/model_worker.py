@@ -1,7 +1,7 @@
 """The process that draws for the server: for the arena, and for the OpenAI endpoint. The server need not load torch.
 
 `python -m tunesmith.apps.workflows.model_worker` reads requests from stdin and writes replies to stdout, one JSON
-object a line. A request:
+object a line. Without `--stay` it ends when nothing is asked for ten minutes. A request:
 
 - `id`, and the `model`, a section of a recipe;
 - what is read: `messages` (with `tools`, schemas, if there are any), a `text`, or `token_ids`. `as_text` has a model
@@ -35,7 +35,7 @@ from tunesmith.engine.batch.rollout import Completion, SamplingParams
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase, context_length
 from tunesmith.engine.models.tokenizer import decode_marked, encode_prompt, token_bytes
-from tunesmith.engine.models.tool_messages import as_template_takes, with_tools
+from tunesmith.engine.models.tool_messages import with_tools
 from tunesmith.engine.models.turns import call_ends, parse_answer
 from tunesmith.engine.rollout.factory import open_engine
 from tunesmith.engine.rollout.open_batch import Ask, OpenBatch, Piece, TokenScore, open_batch
@@ -78,24 +78,28 @@ class Worker:
     _busy: dict[int, str] = field(default_factory=dict[int, str])  # the model of each open request
     _replies: list[Json] = field(default_factory=list[Json])
 
-    def work(self, requests: "queue.SimpleQueue[Json | None]", idle_s: float = IDLE_S) -> None:
-        """Answer requests until None comes and all are answered, or nothing comes for `idle_s`."""
+    def work(self, requests: "queue.SimpleQueue[Json | None]", idle_s: float | None = IDLE_S) -> None:
+        """Answer requests until None comes and all are answered, or nothing comes for `idle_s`, if that is given."""
         has_ended = False
-        while True:
-            try:
-                if not self._busy and requests.empty():
-                    self.stopped.clear()  # all of them have ended
-                while not has_ended and not (self._busy and requests.empty()):
-                    request = requests.get(timeout=idle_s)
-                    has_ended = request is None
-                    if request is not None:
-                        self.begin(request)
-                        self._send()
-            except queue.Empty:
-                return
+        while not has_ended or self._busy:
+            if not has_ended:
+                try:
+                    has_ended = self._begin_all(requests, idle_s)
+                except queue.Empty:
+                    return
             self._step()
-            if has_ended and not self._busy:
-                return
+
+    def _begin_all(self, requests: "queue.SimpleQueue[Json | None]", idle_s: float | None) -> bool:
+        """Take what has come, and wait for something if nothing is drawn; True at the end of the requests."""
+        if not self._busy and requests.empty():
+            self.stopped.clear()  # all of them have ended
+        while not (self._busy and requests.empty()):
+            request = requests.get(timeout=idle_s)
+            if request is None:
+                return True
+            self.begin(request)
+            self._send()
+        return False
 
     def begin(self, request: Json) -> None:
         """Take a request, or say why it cannot be answered."""
@@ -108,8 +112,10 @@ class Worker:
             self._fail(id, str(error) or "there is too little memory", "model")
             return
         try:
-            speaker.batch.add(self._ask(speaker, request))
+            begun, ask = self._ask(speaker, request)
+            speaker.batch.add(ask)
             self._busy[id] = key
+            self._replies.append({"id": id, "begun": begun})
         except InputError as error:
             self._fail(id, str(error), _kind(error))
 
@@ -128,8 +134,8 @@ class Worker:
         self.speakers.move_to_end(key)
         return key, self.speakers[key]
 
-    def _ask(self, speaker: Speaker, request: Json) -> Ask:
-        """The request for the engine, after `begun` was said. Raises InputError if it cannot be drawn."""
+    def _ask(self, speaker: Speaker, request: Json) -> tuple[Json, Ask]:
+        """What the model reads, and the request for the engine. Raises InputError if it cannot be drawn."""
         id, tokenizer = request["id"], speaker.tokenizer
         prompt = prompt_of(request, tokenizer)
         ids = encode_prompt(tokenizer, prompt) if prompt.token_ids is None else prompt.token_ids
@@ -139,9 +145,10 @@ class Worker:
             raise ContextFullError(f"the prompt has {len(ids)} tokens, and the model's context holds {speaker.context}")
         given.setdefault("max_new_tokens", min(most, room))
         tools = request.get("tools") or ()
-        stops = tuple(given.pop("stop_token_ids", ()))
-        sampling = SamplingParams(**given, stop_token_ids=(*stops, *(call_ends(tokenizer) if tools else ())))
-        self._replies.append({"id": id, "begun": {"prompt": prompt.content, "prompt_ids": ids}})
+        given["stop_token_ids"] = (*given.get("stop_token_ids", ()), *(call_ends(tokenizer) if tools else ()))
+        given["stop_strings"] = tuple(given.get("stop_strings", ()))
+        given["logit_bias"] = _bias(given.get("logit_bias") or {})
+        sampling = SamplingParams(**given)
         num_left = request.get("n", 1)
 
         def on_piece(piece: Piece) -> None:
@@ -169,7 +176,8 @@ class Worker:
         def is_stopped() -> bool:
             return id in self.stopped
 
-        return Ask(
+        begun = {"prompt": prompt.content, "prompt_ids": ids}
+        return begun, Ask(
             prompt=Prompt(str(id), prompt.content, token_ids=ids),
             n=request.get("n", 1),
             sampling=sampling,
@@ -220,8 +228,17 @@ def prompt_of(request: Json, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         return with_tools(tokenizer, prompt) if tools or _has_calls(messages) else prompt
     if tools:
         raise InputError("the model has no chat template, so it cannot be told of tools; leave them out")
-    parts = (("\n" if one["role"] == "user" and place else "") + str(one["content"]) for place, one in enumerate(messages))
+    parts = (
+        ("\n" if one["role"] == "user" and place else "") + str(one["content"]) for place, one in enumerate(messages)
+    )
     return Prompt("", "".join(parts))
+
+
+def _bias(given: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in given.items()}
+    except ValueError:
+        raise InputError("logit_bias names a token that is no id; give whole numbers") from None
 
 
 def _has_calls(messages: Sequence[Message]) -> bool:
@@ -270,7 +287,7 @@ def _shown(tokenizer: PreTrainedTokenizerBase, score: TokenScore) -> Json:
     return {"bytes": list(token_bytes(tokenizer, score.token_id)), "logp": score.logp, "top": top}
 
 
-def main(source: TextIO, target: TextIO) -> None:
+def main(source: TextIO, target: TextIO, idle_s: float | None = IDLE_S) -> None:
     """Answer the requests in `source` until it ends."""
     requests: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
 
@@ -290,11 +307,11 @@ def main(source: TextIO, target: TextIO) -> None:
     keep_freed_memory()
     worker = Worker(reply)
     threading.Thread(target=read, name="requests", daemon=True).start()
-    worker.work(requests)
+    worker.work(requests, idle_s)
 
 
 if __name__ == "__main__":
     # Whatever a library prints must not be taken for a reply.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    main(sys.stdin, replies)
+    main(sys.stdin, replies, None if "--stay" in sys.argv else IDLE_S)

@@ -86,8 +86,8 @@ def add_rater(
         raise StoreError(f"the scopes of a key are {', '.join(scopes) or 'none'}; give some of {', '.join(SCOPES)}")
     token = f"{'' if scopes is None else KEY_PREFIX}{secrets.token_urlsafe(24)}"
     table = tables.raters
-    values = {"role": role, "token_sha256": token_sha256(token), "expires_at": expires_at, "invited_by": invited_by}
-    values["scopes_json"] = scopes
+    values: dict[str, Any] = {"role": role, "token_sha256": token_sha256(token), "expires_at": expires_at}
+    values |= {"invited_by": invited_by, "scopes_json": scopes}
     known = _same_name(connection, name)
     if known is None:
         rater_id = new_id(connection.execute(insert(table).values(name=name, created_at=now, **values)))

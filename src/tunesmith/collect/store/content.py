@@ -3,6 +3,7 @@
 import hashlib
 import json
 import unicodedata
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from tunesmith.base.core.errors import DataError
@@ -20,6 +21,19 @@ def as_answer(prompt: Text, text: str) -> Text:
 def is_storable(text: str) -> bool:
     """True if every database and file can hold `text`: it has no NUL and no lone surrogate."""
     return _fault(text) is None
+
+
+def check_values(value: object, what: str) -> None:
+    """Raise DataError, as `check_text` does, for a text anywhere in a value of JSON."""
+    if isinstance(value, str):
+        check_text(value, what)
+    elif isinstance(value, Mapping):
+        for name, part in cast(Mapping[str, object], value).items():
+            check_text(name, what)
+            check_values(part, what)
+    elif isinstance(value, list | tuple):
+        for part in cast(Sequence[object], value):
+            check_values(part, what)
 
 
 def check_text(text: str, what: str) -> str:

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, insert, select
 from tunesmith.base.core.errors import UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.answers import answering_pair
-from tunesmith.collect.store.content import MAX_NAME, check_text, encode_json
+from tunesmith.collect.store.content import MAX_NAME, check_text, check_values, encode_json
 from tunesmith.collect.store.records import Candidate, Choice, Feedback, Inference, NewItem, StoredFeedback, Verdict
 from tunesmith.collect.store.tables import feedback, inference_choices, inferences, insert_rows, new_id
 
@@ -52,7 +52,7 @@ def record(connection: Connection, answered: Inference) -> None:
         {
             "inference_id": inference_id,
             "position": position,
-            "text": choice.text,
+            "text": choice.text.replace("\x00", "\ufffd"),  # which PostgreSQL cannot hold; the ids have it
             "message_json": choice.message,
             "token_ids_json": choice.token_ids,
             "logps_json": choice.logps,
@@ -191,15 +191,13 @@ def _checked(said: Feedback) -> Feedback:
         raise VoteError("give either inference_id, of an answer, or episode_id, of a conversation")
     if len(said.tags) > _MAX_TAGS or any(len(part) > MAX_NAME for tag in said.tags.items() for part in tag):
         raise VoteError(f"tags are up to {_MAX_TAGS} texts of up to {MAX_NAME} characters")
-    for part in (text for tag in said.tags.items() for text in tag):
-        check_text(part, "a tag")
+    check_values([said.tags, said.inference, said.episode, said.value], "the feedback")
     value = said.value
     if value is None:
         return said
     if metric in ("comment", "demonstration"):
         if not isinstance(value, str) or not value.strip():
             raise VoteError(f"the value of {metric} is a text")
-        check_text(value, f"the {metric}")
     elif metric == "preference":
         if not isinstance(value, Mapping):
             raise VoteError('the value of preference is an object such as {"better": 0, "worse": 1}')

@@ -6,8 +6,8 @@ from typing import Literal
 
 from starlette.routing import compile_path
 
-Access = Literal["public", "rater", "admin"]
-"""`public` needs no login, `rater` any login, `admin` that of an admin."""
+Access = Literal["public", "rater", "admin", "generate", "feedback"]
+"""`public` needs no login, `rater` any login of a person, `admin` that of an admin. The others are scopes of a key."""
 
 API = "/api/v1"
 """Prefix of all routes that answer in JSON."""
@@ -38,6 +38,11 @@ class Rule:
     is_page: bool = False
     is_file: bool = False
     policy: str = ""
+
+
+def is_api(path: str) -> bool:
+    """True for the API's routes, whose callers have keys, and whose errors have OpenAI's form."""
+    return path.startswith(("/v1/", "/inference/")) or path in ("/health", "/metrics")
 
 
 class RouteTable:

@@ -31,6 +31,9 @@ from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_watch import VoteWatch
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web import access, arena_routes, data_routes, job_routes, routes, studio_routes, watch
+from tunesmith.collect.web.api import routes as api
+from tunesmith.collect.web.api.endpoint import Endpoint
+from tunesmith.collect.web.api.openai import RefusedError
 from tunesmith.collect.web.arena import Arena
 from tunesmith.collect.web.guard import Guard
 from tunesmith.collect.web.jobs import Jobs
@@ -64,6 +67,7 @@ def create_app(
     studio: Studio | None = None,
     jobs: Jobs | None = None,
     arena: Arena | None = None,
+    endpoint: Endpoint | None = None,
 ) -> FastAPI:
     """The app. The caller owns all that it is given, and closes it after the server has ended."""
     failures = RateLimits(1 / settings.limits.failure_every_s, settings.limits.failures)
@@ -75,7 +79,9 @@ def create_app(
     of_jobs = () if jobs is None else job_routes.RULES
     of_runs = () if studio is None else studio_routes.RULES
     of_arena = () if arena is None else arena_routes.RULES
-    table = access.RouteTable((*access.RULES, *watch.rules(access.API, "rater"), *of_arena, *of_jobs, *of_runs))
+    of_endpoint = () if endpoint is None else api.RULES
+    of_all = (*access.RULES, *watch.rules(access.API, "rater"))
+    table = access.RouteTable((*of_all, *of_arena, *of_endpoint, *of_jobs, *of_runs))
     app = FastAPI(
         title="Tunesmith",
         version=__version__,
@@ -94,6 +100,8 @@ def create_app(
     for router in (*own, *data_routes.routers()):
         app.include_router(router)
     app.include_router(watch.router(access.API, lambda: watched))
+    for router in () if endpoint is None else api.routers(endpoint):
+        app.include_router(router)
     for router in () if arena is None else arena_routes.routers(arena, watched_votes):
         app.include_router(router)
     if studio is not None:
@@ -168,7 +176,8 @@ async def _explain(request: Request, error: Exception) -> Response:
 async def _explain_refusal(request: Request, error: Exception) -> Response:
     """What a route refuses, and files that there are not."""
     assert isinstance(error, HTTPException), "registered for this error alone"
-    return refusal(request, error.status_code, error.detail, error.headers)
+    code, param = (error.code, error.param) if isinstance(error, RefusedError) else (None, None)
+    return refusal(request, error.status_code, error.detail, error.headers, code, param)
 
 
 async def _explain_validation(request: Request, error: Exception) -> Response:
@@ -177,4 +186,4 @@ async def _explain_validation(request: Request, error: Exception) -> Response:
     complaints = [
         f"{'.'.join(str(part) for part in complaint['loc'])}: {complaint['msg']}" for complaint in error.errors()[:8]
     ]
-    return refusal(request, 422, "; ".join(complaints))
+    return refusal(request, 400 if access.is_api(request.scope["path"]) else 422, "; ".join(complaints))

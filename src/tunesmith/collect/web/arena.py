@@ -26,7 +26,6 @@ from tunesmith.base.core.system import fsync
 from tunesmith.base.runs.listing import read_recipe
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.content import check_content, check_text
-from tunesmith.collect.store.database import Closeable
 from tunesmith.collect.store.records import MODEL_SOURCE, Candidate, NewItem, Verdict
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.votes import VoteStore
@@ -139,17 +138,19 @@ class Progress:
     is_over: bool = False
 
 
-class Arena(Closeable):
-    """The conversations in `folder`. `contestants()` are the models there are, of which the first always takes part if
-    `keeps_first`. Safe to call from any number of threads.
+class Arena:
+    """The conversations in `folder`, whose answers `drawer` has drawn. `contestants()` are the models there are, of
+    which the first always takes part if `keeps_first`. Safe to call from any number of threads.
     """
 
-    def __init__(self, folder: Path, contestants: Callable[[], Sequence[Contestant]], *, keeps_first: bool) -> None:
+    def __init__(
+        self, folder: Path, drawer: Drawer, contestants: Callable[[], Sequence[Contestant]], *, keeps_first: bool
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.contestants = contestants
         self._folder = folder
         self._keeps_first = keeps_first
-        self._drawer = Drawer(folder / "worker.log")
+        self._drawer = drawer
         self._open: OrderedDict[str, Conversation] = OrderedDict()
         self._lock = threading.RLock()
         self._random = SystemRandom()
@@ -157,10 +158,6 @@ class Arena(Closeable):
         for file in folder.glob("*.json"):
             if file.stat().st_mtime < oldest:
                 file.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """End the process that draws."""
-        self._drawer.close()
 
     def begin(self, rater_id: int, names: Sequence[str] = ()) -> Conversation:
         """A new conversation, stored. Raises RunError if there is no model, or none of `names`."""

@@ -56,14 +56,14 @@ class Drawing:
         if "error" not in reply:
             return
         self.is_lost = reply["kind"] == "model"
-        told = {"model": CANNOT_LOAD, "context": TOO_LONG}
+        told: Json = {"model": CANNOT_LOAD, "context": TOO_LONG}
         self.error = told.get(reply["kind"], reply["error"])
         _log.warning("an answer cannot be drawn: %s", reply["error"])
 
 
-def command() -> list[str]:
-    """The command line of the process."""
-    return [sys.executable, "-m", "tunesmith.apps.workflows.model_worker"]
+def command(*, stays: bool) -> list[str]:
+    """The command line of the process, which `stays` or ends when nothing is asked for a while."""
+    return [sys.executable, "-m", "tunesmith.apps.workflows.model_worker", *(["--stay"] if stays else [])]
 
 
 @dataclass(slots=True)
@@ -77,11 +77,13 @@ class _Process:
 class Drawer(Closeable):
     """Has answers drawn by one process, which is started when it is needed, and again after it has ended.
 
-    Safe to call from any number of threads. What the process says on stderr is in the file `log`.
+    Safe to call from any number of threads. What the process says on stderr is in the file `log`. With `stays` it keeps
+    its models also while nothing is asked.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *, stays: bool = False) -> None:
         self._log_file = log
+        self._stays = stays
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._process: _Process | None = None
@@ -146,7 +148,7 @@ class Drawer(Closeable):
                 with self._log_file.open("w", encoding="utf-8") as log:
                     # A session of its own: Ctrl-C is for the server, which ends the process.
                     popen = subprocess.Popen(
-                        command(),
+                        command(stays=self._stays),
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,

@@ -103,8 +103,8 @@ class Guard:
                 raise _too_many(wait_s)
         if rule is None:
             raise self._not_found(request.scope["path"])
-        if rule.access == "admin" and not (caller and caller.is_admin):
-            raise HTTPException(403, "only an admin may do this")
+        if caller is not None:
+            _check_access(rule, caller)
         return await self._body(request, rule)
 
     def _check_host(self, request: Request) -> None:
@@ -177,6 +177,18 @@ class Guard:
         if is_deeper(body, self._limits.json_depth):
             raise HTTPException(400, f"the body is nested deeper than {self._limits.json_depth} levels")
         return body
+
+
+def _check_access(rule: Rule, caller: Rater) -> None:
+    """Raise HTTPException 403 if the caller may not use this route."""
+    if rule.access in ("rater", "admin"):
+        if caller.scopes is not None:
+            raise HTTPException(403, "this is a key of the API; pages want the login of a person")
+        if rule.access == "admin" and not caller.is_admin:
+            raise HTTPException(403, "only an admin may do this")
+    elif rule.access not in (caller.scopes or ()) and "admin" not in (caller.scopes or ()):
+        known = "the login of a person" if caller.scopes is None else f"a key for {', '.join(caller.scopes)}"
+        raise HTTPException(403, f"this needs a key of the API with the scope {rule.access}, and this is {known}")
 
 
 def address_of(request: HTTPConnection) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -19,13 +20,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.base.core.errors import InputError
 from tunesmith.collect.store.content import name_key
-from tunesmith.collect.store.records import CampaignSettings, Rater
+from tunesmith.collect.store.records import CampaignSettings, Rater, Scope
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_reader import VoteReader
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.allowed import Allowed
+from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.app import create_app
-from tunesmith.collect.web.arena import Arena, of_live_loop, of_runs
+from tunesmith.collect.web.arena import Arena, Contestant, of_live_loop, of_runs
+from tunesmith.collect.web.drawing import Drawer
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.logins import new_link
 from tunesmith.collect.web.proxies import check_trusted, checked_root_path
@@ -40,15 +43,19 @@ _KEEP_ALIVE_S = 15
 _MAX_HEAD_BYTES = 32 * 1024
 _FIRST_ADMIN = "admin"
 
+LIVE_ALIAS = "live"
+"""Name of the served version of a live loop in the API."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     """Addresses of a server: `urls`, without a slash at the end, of which at least the first can be reached from this
-    machine, and the path and query that log an admin in, once.
+    machine, and the path and query that log an admin in, once. `key` is the first key of the API, at the first start.
     """
 
     urls: tuple[str, ...]
     login: str
+    key: str = ""
 
     @property
     def url(self) -> str:
@@ -98,18 +105,21 @@ def serve(
         jobs = _jobs(settings)
         if jobs is not None:
             stack.enter_context(jobs)
-        arena = _arena(settings, runs, studio)
-        if arena is not None:
-            stack.enter_context(arena)
+        drawer = stack.enter_context(Drawer(settings.folder / "model_worker.log", stays=bool(settings.openai)))
+        arena = _arena(settings, drawer, runs, studio)
+        endpoint = _endpoint(settings, drawer, runs)
         names = _machine_names() if _is_any(settings.host) else ()
-        app = create_app(replace(settings, hosts=(*settings.hosts, *names)), votes, runs, studio, jobs, arena)
+        app = create_app(replace(settings, hosts=(*settings.hosts, *names)), votes, runs, studio, jobs, arena, endpoint)
         services: Services = app.state.services
         campaign = services.campaign()
         if adjust is not None:
             campaign = votes.set_campaign(adjust(campaign.settings))
         if fill is not None:
             fill(votes, campaign.id)
-        opened = Opened(_urls(settings, listener.getsockname()[1]), _login(settings, _admin(votes).id))
+        key = "" if endpoint is None else _first_key(votes)
+        opened = Opened(_urls(settings, listener.getsockname()[1]), _login(settings, _admin(votes).id), key)
+        if endpoint is not None:
+            endpoint.warm()
         signal.signal(signal.SIGTERM, _leave)
         server = _Server(_config(app, settings), services.shutdown, lambda: announce(opened))
         server.run(sockets=[listener])
@@ -122,13 +132,42 @@ def _jobs(settings: ServerSettings) -> Jobs | None:
     return Jobs(settings.folder / "jobs", allowed, settings.max_runs)
 
 
-def _arena(settings: ServerSettings, runs: RunReader, studio: Studio | None) -> Arena | None:
+def _arena(settings: ServerSettings, drawer: Drawer, runs: RunReader, studio: Studio | None) -> Arena | None:
     if not settings.has_arena:
         return None
     folder = settings.folder / "arena"
     if studio is None:
-        return Arena(folder, lambda: of_live_loop(settings.folder, runs), keeps_first=True)
-    return Arena(folder, lambda: of_runs(studio.index), keeps_first=False)
+        return Arena(folder, drawer, lambda: of_live_loop(settings.folder, runs), keeps_first=True)
+    return Arena(folder, drawer, lambda: of_runs(studio.index), keeps_first=False)
+
+
+def _endpoint(settings: ServerSettings, drawer: Drawer, runs: RunReader) -> Endpoint | None:
+    """The API, over the versions of the live loop in the server's folder, or over one model."""
+    if not settings.openai:
+        return None
+    if serves_live_loop(settings):
+        return Endpoint(drawer, lambda: of_live_loop(settings.folder, runs), LIVE_ALIAS)
+    only = Contestant(settings.openai, {"name": settings.openai}, {})
+    return Endpoint(drawer, lambda: [only], Path(settings.openai).name or settings.openai)
+
+
+def serves_live_loop(settings: ServerSettings) -> bool:
+    """True if the API serves the versions of the live loop in the server's own folder."""
+    return Path(settings.openai).expanduser().absolute() == settings.folder.expanduser().absolute()
+
+
+def new_key(settings: ServerSettings, name: str, scopes: tuple[Scope, ...]) -> str:
+    """A new key of the API. Raises StoreError if the name is taken, or a server is running."""
+    with VoteStore.open(settings.votes_path) as votes:
+        return votes.add_rater(name, scopes=scopes).token
+
+
+def _first_key(votes: VoteStore) -> str:
+    """A key of the API if there is none yet; else empty: keys are not stored."""
+    raters = votes.reader.raters()
+    if any(one.scopes for one in raters):
+        return ""
+    return votes.add_rater(_free_name("key", raters), scopes=("generate", "feedback")).token
 
 
 class _Server(uvicorn.Server):
@@ -253,10 +292,14 @@ def _admin(votes: VoteStore) -> Rater:
     raters = votes.reader.raters()
     if (admin := _first_admin(raters)) is not None:
         return admin
-    # Imported votes may have brought a rater of this name.
-    names = (f"{_FIRST_ADMIN} {number}" if number > 1 else _FIRST_ADMIN for number in itertools.count(1))
+    return votes.add_rater(_free_name(_FIRST_ADMIN, raters), "admin").rater
+
+
+def _free_name(name: str, raters: Sequence[Rater]) -> str:
+    """`name`, with a number if imported votes have brought a rater of this name."""
+    names = (f"{name} {number}" if number > 1 else name for number in itertools.count(1))
     taken = {name_key(one.name) for one in raters}
-    return votes.add_rater(next(name for name in names if name not in taken), "admin").rater
+    return next(one for one in names if one not in taken)
 
 
 def _first_admin(raters: Sequence[Rater]) -> Rater | None:

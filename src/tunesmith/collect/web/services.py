@@ -15,7 +15,7 @@ from starlette.responses import Response
 from tunesmith.collect.store.records import Campaign, CampaignSettings, Rater
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.votes import VoteStore
-from tunesmith.collect.web.access import API
+from tunesmith.collect.web.access import API, is_api
 from tunesmith.collect.web.arena import Arena
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.logins import Logins
@@ -94,14 +94,32 @@ def page(request: HTTPConnection, template: str, *, status: int = 200, **context
     return HTMLResponse(services.templates.get_template(template).render(given), status)
 
 
-def refusal(request: HTTPConnection, status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Why a request is not answered: a page for people who look at an address in a browser, else JSON."""
+def refusal(
+    request: HTTPConnection,
+    status: int,
+    detail: str,
+    headers: Mapping[str, str] | None = None,
+    code: str | None = None,
+    param: str | None = None,
+) -> Response:
+    """Why a request is not answered: a page for people who look at an address in a browser, else JSON; to a client of
+    the API in OpenAI's form, with `code` and `param`.
+    """
     detail = detail.encode("utf-8", "replace").decode()
+    if is_api(request.scope["path"]):
+        return JSONResponse(error_body(status, detail, code, param), status, dict(headers or {}))
     if wants_page(request):
         response = page(request, "refused.html", status=status, detail=detail, code=status)
         response.headers.update(headers or {})
         return response
     return JSONResponse({"detail": detail}, status, dict(headers or {}))
+
+
+def error_body(status: int, detail: str, code: str | None = None, param: str | None = None) -> dict[str, object]:
+    """An error in OpenAI's form."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
+    return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
 
 
 def wants_page(request: HTTPConnection) -> bool:

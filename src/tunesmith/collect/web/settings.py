@@ -37,7 +37,8 @@ class ServerSettings:
     after `session_days`. `runs` is the folder of the runs that admins see; without one there are no pages of runs.
     `max_runs` of those that are started from the pages run at a
     time, with 0 none can be started; `allow` are the files and names that they may use beside what is built in.
-    With `has_arena` people talk with the versions of the live loop, or with the runs.
+    With `has_arena` people talk with the versions of the live loop, or with the runs. `openai` is what the API serves:
+    the live loop of `folder`, a run, or a model; empty for no API.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class ServerSettings:
     max_runs: int = 0
     allow: tuple[str, ...] = ()
     has_arena: bool = False
+    openai: str = ""
     limits: Limits = field(default_factory=Limits)
 
     @property

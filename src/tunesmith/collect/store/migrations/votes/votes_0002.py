@@ -12,6 +12,11 @@ _ID = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 def upgrade() -> None:
     """Add a column to the raters, and three tables."""
     op.add_column("raters", sa.Column("scopes_json", sa.Text, nullable=True))
+    _add_inferences()
+    _add_feedback()
+
+
+def _add_inferences() -> None:
     op.create_table(
         "inferences",
         sa.Column("id", _ID, nullable=False),
@@ -46,6 +51,9 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("inference_id", "position", name="pk_inference_choices"),
         sa.ForeignKeyConstraint(["inference_id"], ["inferences.id"], name="fk_inference_choices_inference_id"),
     )
+
+
+def _add_feedback() -> None:
     op.create_table(
         "feedback",
         sa.Column("id", _ID, nullable=False),

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible API over the engine, and feedback on its answers."""

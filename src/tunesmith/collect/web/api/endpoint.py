@@ -1,0 +1,174 @@
+"""What the API offers: models by name, drawn by the process of `drawing`, and what is kept of each answer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import SystemRandom
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from tunesmith.base.core.errors import RunError
+from tunesmith.base.core.log import get_logger
+from tunesmith.collect.store.records import MODEL_SOURCE, Choice, Inference
+from tunesmith.collect.web.api.openai import Json, RefusedError
+from tunesmith.collect.web.arena import Contestant
+from tunesmith.collect.web.drawing import Drawer
+
+MAX_OPEN = 256
+"""Requests that are drawn or wait; the next one is told to come again."""
+
+_RETRY_S = 5
+_STATUS = {"context": 400, "prompt": 400, "model": 503, "engine": 500}
+_CODES = {"context": "context_length_exceeded"}
+
+_log = get_logger(__name__)
+
+
+class Endpoint:
+    """Answers by the models of `contestants()`, of which the first also answers to the name `alias`. For the event loop
+    of a server.
+    """
+
+    def __init__(
+        self, drawer: Drawer, contestants: Callable[[], Sequence[Contestant]], alias: str, max_open: int = MAX_OPEN
+    ) -> None:
+        self.alias = alias
+        self._contestants = contestants
+        self._drawer = drawer
+        self._max_open = max_open
+        self._random = SystemRandom()
+
+    def warm(self) -> None:
+        """Have the served model loaded, so that the first request need not wait for it."""
+        for served in self.models()[:1]:
+            with suppress(RunError):
+                request = {"model": served.model, "text": "Hello", "sampling": {"max_new_tokens": 1}}
+                self._drawer.ask(request, lambda reply: None)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are drawn or wait."""
+        return self._drawer.num_open
+
+    def models(self) -> list[Contestant]:
+        """The models that can be asked for by name, the served one first."""
+        return list(self._contestants())
+
+    def model(self, name: str) -> Contestant:
+        """The model of this name; the served one for `alias` and for no name. Raises RefusedError if there is none."""
+        found = self.models()
+        chosen = found[:1] if name in ("", self.alias) else [one for one in found if one.name == name]
+        if not found:
+            raise RefusedError(503, "there is no model yet: start `tunesmith live`", retry_after=str(_RETRY_S))
+        if not chosen:
+            names = ", ".join(dict.fromkeys((self.alias, *(one.name for one in found))))
+            raise RefusedError(404, f"there is no model {name!r}; there are {names}", "model_not_found", "model")
+        return chosen[0]
+
+    def two(self, name: str) -> list[Contestant]:
+        """The model of this name and another one, in random order; twice the same if there is no other."""
+        first = self.model(name)
+        others = [one for one in self.models() if one != first] or [first]
+        sides = [first, others[0]]
+        self._random.shuffle(sides)
+        return sides
+
+    async def draw(self, requests: Sequence[Json]) -> AsyncGenerator[tuple[int, Json]]:
+        """The replies to requests, each with the place of its request; see `apps/workflows/model_worker.py`.
+
+        The requests end when the generator is closed. Raises RefusedError if one cannot be answered.
+        """
+        if self.num_open + len(requests) > self._max_open:
+            reason = f"{self._max_open} requests are answered now; try again in {_RETRY_S} s"
+            raise RefusedError(429, reason, "rate_limit_exceeded", retry_after=str(_RETRY_S))
+        loop = asyncio.get_running_loop()
+        come: asyncio.Queue[tuple[int, Json]] = asyncio.Queue()
+        ids: list[int] = []
+
+        def hear(place: int, reply: Json) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(come.put_nowait, (place, reply))
+
+        try:
+            for place, request in enumerate(requests):
+                ids.append(await run_in_threadpool(self._ask, request, lambda reply, place=place: hear(place, reply)))
+            num_left = len(requests)
+            while num_left:
+                place, reply = await come.get()
+                if "error" in reply:
+                    raise _refused(reply)
+                if "done" in reply:
+                    num_left -= 1
+                else:
+                    yield place, reply
+        finally:
+            for id in ids:
+                loop.run_in_executor(None, self._drawer.stop, id)
+
+    def _ask(self, request: Json, on_reply: Callable[[Json], None]) -> int:
+        try:
+            return self._drawer.ask(request, on_reply)
+        except RunError as error:
+            raise RefusedError(503, str(error), retry_after="1") from None
+
+
+def _refused(reply: Json) -> RefusedError:
+    kind = reply["kind"]
+    if kind in ("model", "engine"):
+        _log.warning("a request of the API failed: %s", reply["error"])
+    reason = reply["error"] if kind != "model" else "the model cannot be used at the moment; the server's log says why"
+    return RefusedError(_STATUS[kind], reason, _CODES.get(kind), "messages" if kind == "context" else None)
+
+
+@dataclass(slots=True)
+class Collected:
+    """The replies to requests for `n` answers each of `speakers`, one for each request.
+
+    A choice is numbered by the place of its request and its sample. `prompts` are what was read, by place.
+    """
+
+    speakers: Sequence[Contestant]
+    n: int
+    prompts: dict[int, Json] = field(default_factory=dict[int, Json])
+    answers: dict[int, Json] = field(default_factory=dict[int, Json])
+    scores: dict[int, list[Json]] = field(default_factory=dict[int, list[Json]])
+
+    def note(self, place: int, reply: Json) -> int:
+        """Take a reply; returns the choice that it is of."""
+        if "begun" in reply:
+            self.prompts[place] = reply["begun"]
+            return place * self.n
+        choice = place * self.n + reply["sample"]
+        self.scores.setdefault(choice, []).extend(reply.get("scores", ()))
+        if "answer" in reply:
+            self.answers[choice] = reply["answer"]
+        return choice
+
+    def as_choice(self, choice: int) -> Choice:
+        """An answer as the store takes it."""
+        answer, speaker = self.answers[choice], self.speakers[choice // self.n]
+        source = speaker.name if speaker.version is not None else f"{MODEL_SOURCE}{speaker.name}"
+        return Choice(
+            answer["text"],
+            tuple(answer["token_ids"]),
+            tuple(answer["logps"]),
+            tuple(answer["drawn_logps"]),
+            answer["finish_reason"],
+            speaker.version,
+            source,
+            answer["message"],
+        )
+
+    def kept(self, places: Sequence[int], **facts: Any) -> Inference:
+        """What the store keeps of the answers to these requests, which read the same prompt."""
+        prompt = self.prompts[places[0]]
+        content = prompt["prompt"]
+        numbers = [place * self.n + sample for place in places for sample in range(self.n)]
+        return Inference(
+            prompt=content if isinstance(content, str) else tuple(content),
+            prompt_ids=tuple(prompt["prompt_ids"]),
+            choices=tuple(map(self.as_choice, numbers)),
+            **facts,
+        )

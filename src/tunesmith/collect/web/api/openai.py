@@ -1,0 +1,320 @@
+"""JSON of OpenAI's API: requests as what the engine is asked, and what it drew as responses.
+
+Fields that other servers know beside OpenAI's (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
+`return_token_ids`) have vLLM's names. A field that is not known is ignored, as those servers do; one that asks for
+something that is not done here is refused.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, cast
+
+from fastapi.exceptions import HTTPException
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tunesmith.base.core.seeds import LARGEST_SEED
+from tunesmith.base.schema.records import Message
+from tunesmith.collect.store.content import check_values
+
+MOST_CHOICES = 16
+"""Answers to a request at most."""
+
+MOST_TOP = 20
+"""Most likely tokens beside each drawn one at most."""
+
+MAX_MESSAGES = 4096
+MAX_NAME = 200
+"""Characters of `user` and `episode_id`."""
+
+Json = Mapping[str, Any]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+
+
+class RefusedError(HTTPException):
+    """A request that is answered with an error in OpenAI's form, which has a `code` and the field `param` of it."""
+
+    def __init__(
+        self, status: int, detail: str, code: str | None = None, param: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(status, detail, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        self.code = code
+        self.param = param
+
+
+class _Part(BaseModel):
+    type: str
+    text: str = ""
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class _ToolCall(BaseModel):
+    id: str | None = None
+    function: _Function
+
+
+class ChatMessage(BaseModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    name: Name | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: Name | None = None
+
+    def as_message(self) -> Message:
+        """The message as a chat template takes it. Raises RefusedError for parts that are no text."""
+        parts = [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content or []
+        other = next((part.type for part in parts if part.type not in ("text", "input_text", "output_text")), None)
+        if other is not None:
+            raise RefusedError(400, f"a part of a message is {other!r}; the model reads text alone", param="messages")
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": "".join(part.text for part in parts),
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [_call_of(call) for call in self.tool_calls]
+        if self.role == "tool":
+            message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name))}
+        return message
+
+
+def _call_of(call: _ToolCall) -> Json:
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {"": arguments}
+    named = {"id": call.id} if call.id else {}
+    return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+class Sampled(BaseModel):
+    """What requests for text have in common."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: Annotated[str, Field(max_length=1000)] = ""
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=10)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    user: Name | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=100)] | None = None
+    return_token_ids: bool | None = None
+    episode_id: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_texts(cls, given: Any) -> Any:
+        """Refuse characters that no database can hold, anywhere: answers are stored with their prompts."""
+        check_values(given, "the request")  # a ValueError
+        return given
+
+    @property
+    def wants_usage(self) -> bool:
+        """True if a stream is to end with the numbers of tokens."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    def asked(self, defaults: Json) -> dict[str, Any]:
+        """The sampling part of a request for the engine; `defaults` are those of the model. Raises RefusedError."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": None if self.top_p is None else max(self.top_p, 1e-6),
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "min_new_tokens": self.min_tokens,
+            "max_new_tokens": self.most_tokens,
+            "stop_token_ids": self.stop_token_ids,
+            "stop_strings": _stops(self.stop),
+            "seed": None if self.seed is None else self.seed % LARGEST_SEED,
+            "logit_bias": self.logit_bias,
+        }
+        sampling = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+        penalties = {name: getattr(self, name) or 0.0 for name in ("presence_penalty", "frequency_penalty")}
+        return {"sampling": sampling, "n": self.n or 1, **penalties}
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The limit of an answer, None if there is none."""
+        return self.max_tokens
+
+
+class ChatRequest(Sampled):
+    """A request of `/v1/chat/completions`. `compare: 2` asks for an answer of each of two versions, unnamed."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    compare: Literal[2] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """See `Sampled.most_tokens`; the newer of OpenAI's two names comes first."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def asked(self, defaults: Json) -> dict[str, Any]:
+        """See `Sampled.asked`."""
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise RefusedError(
+                400, f"response_format {kind!r} is not offered; the model answers in text", param="response_format"
+            )
+        if self.tool_choice not in (None, "auto", "none"):
+            raise RefusedError(
+                400, "tool_choice can be 'auto' or 'none': the model decides whether it calls", param="tool_choice"
+            )
+        asked = super().asked(defaults)
+        asked["messages"] = [message.as_message() for message in self.messages]
+        if self.tools and self.tool_choice != "none":
+            asked["tools"] = self.tools
+        if self.logprobs:
+            asked["num_top"] = self.top_logprobs or 0
+        return asked
+
+
+class TextRequest(Sampled):
+    """A request of `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[Json]:
+        """What is read, as texts or ids. Raises RefusedError."""
+        for name, is_given in (("echo", self.echo), ("suffix", self.suffix), ("best_of", self.best_of)):
+            if is_given and is_given != (self.n or 1):
+                raise RefusedError(400, f"{name} is not offered; leave it out", param=name)
+        given: Sequence[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if given and isinstance(given[0], int):
+            given = [given]
+        if not given or len(given) * (self.n or 1) > MOST_CHOICES or not all(given):
+            raise RefusedError(
+                400, f"prompt and n ask for no answer, or more than {MOST_CHOICES} in a request", param="prompt"
+            )
+        return [{"text": one} if isinstance(one, str) else {"token_ids": one} for one in given]
+
+    def asked(self, defaults: Json) -> dict[str, Any]:
+        """See `Sampled.asked`."""
+        return {**super().asked(defaults), **({} if self.logprobs is None else {"num_top": self.logprobs})}
+
+
+def _stops(given: str | list[str] | None) -> list[str] | None:
+    stops = [given] if isinstance(given, str) else given
+    if stops is None:
+        return None
+    if len(stops) > MOST_CHOICES or not all(stops):
+        raise RefusedError(400, f"stop is up to {MOST_CHOICES} texts that are not empty", param="stop")
+    return stops
+
+
+def new_id(kind: str) -> str:
+    """A fresh id of a response."""
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def message_of(answer: Json) -> dict[str, Any]:
+    """The message of a whole answer, its calls in OpenAI's form."""
+    said = cast(Json, answer.get("message") or {"content": answer["text"]})
+    calls = [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in said.get("tool_calls") or ()
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": said.get("content") or (None if calls else "")}
+    if said.get("reasoning_content"):
+        message["reasoning_content"] = said["reasoning_content"]
+    return {**message, "refusal": None, **({"tool_calls": calls} if calls else {})}
+
+
+def finish_of(answer: Json, message: Json) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    return "tool_calls" if message.get("tool_calls") else answer["finish_reason"]
+
+
+def usage_of(prompt_ids: Sequence[int], answers: Iterable[Json]) -> dict[str, int]:
+    """Numbers of tokens."""
+    drawn = sum(len(answer["token_ids"]) for answer in answers)
+    return {"prompt_tokens": len(prompt_ids), "completion_tokens": drawn, "total_tokens": len(prompt_ids) + drawn}
+
+
+def chat_scores(scores: Sequence[Json]) -> Json:
+    """`logprobs` of a choice of a chat."""
+
+    def shown(given: Sequence[int], logp: float) -> dict[str, Any]:
+        return {"token": _text(given), "logprob": logp, "bytes": list(given)}
+
+    content = [
+        {**shown(one["bytes"], one["logp"]), "top_logprobs": [shown(*other) for other in one["top"]]} for one in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_scores(scores: Sequence[Json], start: int = 0) -> Json:
+    """`logprobs` of a choice of `/v1/completions`; `start` is the place of its first token in the text."""
+    tokens = [_text(one["bytes"]) for one in scores]
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(start)
+        start += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [one["logp"] for one in scores],
+        "top_logprobs": [{_text(given): logp for given, logp in one["top"]} for one in scores],
+        "text_offset": offsets,
+    }
+
+
+def _text(given: Sequence[int]) -> str:
+    return bytes(given).decode("utf-8", "replace")
+
+
+def event(body: Json | str) -> str:
+    """One server-sent event of a stream."""
+    text = (
+        body if isinstance(body, str) else json.dumps(body, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    )
+    return f"data: {text}\n\n"
+
+
+def envelope(kind: str, id: str, model: str, version: int | None) -> dict[str, Any]:
+    """What every response and every event of a stream begins with."""
+    fingerprint = None if version is None else f"v{version}"
+    return {
+        "id": id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": fingerprint,
+    }

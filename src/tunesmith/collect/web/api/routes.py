@@ -1,0 +1,463 @@
+"""Routes of the API: OpenAI's of models, chats and completions, vLLM's of token ids, and TensorZero's of feedback."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Query
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+
+from tunesmith.collect.store.records import Feedback, Rater
+from tunesmith.collect.web.access import Rule
+from tunesmith.collect.web.api import openai
+from tunesmith.collect.web.api.endpoint import Collected, Endpoint
+from tunesmith.collect.web.api.metrics import Metrics
+from tunesmith.collect.web.api.openai import ChatRequest, Json, RefusedError, Sampled, TextRequest
+from tunesmith.collect.web.arena import Contestant
+from tunesmith.collect.web.services import Caller, Services, ServicesOf, error_body
+
+MAX_BODY = 8 * 1024 * 1024
+"""Bytes of a conversation."""
+
+CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+FEEDBACK = "/v1/feedback"
+
+RULES: tuple[Rule, ...] = (
+    Rule(("GET",), "/health", "public"),
+    Rule(("GET",), "/metrics", "generate"),
+    Rule(("GET",), "/v1/models", "generate"),
+    Rule(("GET",), "/v1/models/{name:path}", "generate"),
+    Rule(("POST",), CHAT, "generate", max_body=MAX_BODY),
+    Rule(("POST",), TEXT, "generate", max_body=MAX_BODY),
+    Rule(("POST",), GENERATE, "generate", max_body=MAX_BODY),
+    Rule(("GET", "POST"), FEEDBACK, "feedback", max_body=MAX_BODY),
+)
+"""Rules of this module's routes, for the guard's table."""
+
+_MOST_FEEDBACK = 1000
+
+T = TypeVar("T")
+
+
+class GenerateSampling(Sampled):
+    """`sampling_params` of vLLM's token route; all but its own fields as in OpenAI's."""
+
+    stop: str | list[str] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=openai.MOST_TOP)] | None = None
+
+
+class GenerateRequest(BaseModel):
+    """A request of `/inference/v1/generate`: token ids in, token ids out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: Annotated[str, Field(max_length=1000)] = ""
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    sampling_params: GenerateSampling = GenerateSampling()
+    stream: bool | None = None
+
+
+class FeedbackRequest(BaseModel):
+    """Feedback on an answer or a conversation, with TensorZero's names. `id` is another name of `inference_id`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    metric_name: Annotated[str, Field(min_length=1, max_length=200)]
+    value: bool | float | str | dict[str, Any] | None
+    inference_id: Annotated[str, Field(max_length=200)] | None = None
+    id: Annotated[str, Field(max_length=200)] | None = None
+    episode_id: Annotated[str, Field(max_length=200)] | None = None
+    choice: Annotated[int, Field(ge=0, lt=openai.MOST_CHOICES)] = 0
+    tags: dict[str, str] = {}
+
+    def as_feedback(self) -> Feedback:
+        """The feedback for the store."""
+        return Feedback(
+            metric=self.metric_name,
+            value=self.value,
+            inference=self.inference_id or self.id or "",
+            choice=self.choice,
+            episode=self.episode_id or "",
+            tags=self.tags,
+        )
+
+
+def routers(endpoint: Endpoint) -> list[APIRouter]:
+    """The routers of models and metrics, of answers, and of feedback."""
+    metrics = Metrics(endpoint)
+    return [_models(endpoint, metrics), _answers(endpoint, metrics), _feedback(metrics)]
+
+
+def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
+    routes = APIRouter(tags=["API"])
+
+    def shown(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": metrics.begun_at, "owned_by": "tunesmith"}
+
+    @routes.get("/health")
+    def health() -> Json:
+        """Say that the server answers; needs no key."""
+        return {"status": "ok"}
+
+    @routes.get("/metrics")
+    def metrics_text() -> PlainTextResponse:
+        """Figures of the API for Prometheus."""
+        return PlainTextResponse(metrics.text(), media_type=metrics.media_type)
+
+    @routes.get("/v1/models")
+    def models() -> Json:
+        """The models that can be asked for: the served one by its alias first, then each by its name."""
+        names = dict.fromkeys((endpoint.alias, *(one.name for one in endpoint.models())))
+        return {"object": "list", "data": [shown(name) for name in names]}
+
+    @routes.get("/v1/models/{name:path}")
+    def model(name: str) -> Json:
+        """One of the models."""
+        endpoint.model(name)
+        return shown(name)
+
+    return routes
+
+
+def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
+    routes = APIRouter(tags=["API"])
+
+    @routes.post(CHAT)
+    async def chat(request: HttpRequest, body: ChatRequest, caller: Caller, services: ServicesOf) -> Response:
+        """Answer a conversation, whole or as a stream."""
+        speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model)]
+        if body.compare and (body.n or 1) > 1:
+            raise RefusedError(400, "compare gives two answers; leave n out", param="n")
+        asked = [{"model": one.model, "as_text": one.as_text, **body.asked(one.sampling)} for one in speakers]
+        answering = Answering(endpoint, metrics, services, caller, body, speakers, asked)
+        return await _answered(request, answering, ChatForm(answering))
+
+    @routes.post(TEXT)
+    async def complete(request: HttpRequest, body: TextRequest, caller: Caller, services: ServicesOf) -> Response:
+        """Continue texts or token ids, whole or as a stream."""
+        speaker, prompts = endpoint.model(body.model), body.prompts()
+        asked = [{"model": speaker.model, **body.asked(speaker.sampling), **prompt} for prompt in prompts]
+        answering = Answering(endpoint, metrics, services, caller, body, [speaker] * len(prompts), asked)
+        return await _answered(request, answering, TextForm(answering))
+
+    @routes.post(GENERATE)
+    async def generate(request: HttpRequest, body: GenerateRequest, caller: Caller, services: ServicesOf) -> Response:
+        """Continue token ids: ids, log-probs and the reason of the end, as vLLM's token server has it."""
+        if body.stream:
+            raise RefusedError(400, "this route does not stream; leave stream out", param="stream")
+        speaker, sampled = endpoint.model(body.model), body.sampling_params
+        one = {"model": speaker.model, **sampled.asked(speaker.sampling), "token_ids": body.token_ids}
+        answering = Answering(endpoint, metrics, services, caller, sampled, [speaker], [one], model=body.model)
+        return await _answered(request, answering, TokenForm(answering))
+
+    return routes
+
+
+def _feedback(metrics: Metrics) -> APIRouter:
+    routes = APIRouter(tags=["API"])
+
+    @routes.post(FEEDBACK)
+    def give(body: FeedbackRequest, caller: Caller, services: ServicesOf) -> Json:
+        """Say what an answer is worth. The response is sent when it is on disk; a repeat changes nothing, and null
+        withdraws what was said of the same metric.
+        """
+        stored = services.votes.give_feedback(services.campaign().id, body.as_feedback(), caller.id)
+        metrics.feedback(stored)
+        return {"feedback_id": stored.name, "revision": stored.revision, "is_repeat": stored.is_repeat}
+
+    @routes.get(FEEDBACK)
+    def given(
+        caller: Caller, services: ServicesOf, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: int = 100
+    ) -> Json:
+        """Feedback of the caller's key in the order in which it came, with ids above `after`."""
+        limit = min(max(limit, 1), _MOST_FEEDBACK)
+        found = services.votes.reader.feedback_after(after, limit)
+        shown = [
+            {
+                "id": one.id,
+                "feedback_id": one.name,
+                "inference_id": one.inference or None,
+                "episode_id": one.episode or None,
+                "choice": one.choice,
+                "metric_name": one.metric,
+                "value": one.value,
+                "tags": one.tags,
+                "revision": one.revision,
+                "created_at": one.created_at,
+            }
+            for one in found
+            if one.rater_id == caller.id
+        ]
+        return {"data": shown, "after": found[-1].id if found else after, "has_more": len(found) == limit}
+
+    return routes
+
+
+class Answering:
+    """A request of the API while it is answered: what is asked of each of `speakers`, and what has come."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        metrics: Metrics,
+        services: Services,
+        caller: Rater,
+        body: Sampled,
+        speakers: list[Contestant],
+        asked: list[dict[str, Any]],
+        *,
+        model: str = "",
+    ) -> None:
+        self.body = body
+        self.model = body.model or model or endpoint.alias
+        self.is_compared = len({one.name for one in speakers}) > 1
+        self.version = None if self.is_compared else speakers[0].version
+        self.collected = Collected(speakers, body.n or 1)
+        self.asked = asked
+        self._endpoint = endpoint
+        self._metrics = metrics
+        self._services = services
+        self._caller = caller
+
+    async def replies(self) -> AsyncGenerator[tuple[int, Json]]:
+        """The number of a choice and a reply, as they come; each is collected."""
+        with self._metrics.request() as timer:
+            async with aclosing(self._endpoint.draw(self.asked)) as replies:
+                async for place, reply in replies:
+                    choice = self.collected.note(place, reply)
+                    timer.note(reply)
+                    yield choice, reply
+
+    async def keep(self, id: str, groups: list[list[int]]) -> None:
+        """Store the answers, so that feedback finds them: those of `groups` of requests, each under an id of its own.
+
+        That of the first is `id`, of the others `id.1` and so on.
+        """
+        asked = self.asked[0]
+        options = {**asked["sampling"], **({"tools": asked["tools"]} if "tools" in asked else {})}
+        for number, places in enumerate(groups):
+            kept = self.collected.kept(
+                places,
+                name=f"{id}.{number}" if number else id,
+                rater_id=self._caller.id,
+                model=self.model,
+                options=options,
+                user=self.body.user or "",
+                episode=self.body.episode_id or "",
+                created_at=time.time(),
+            )
+            await run_in_threadpool(self._services.votes.record, kept)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens."""
+        prompts = self.collected.prompts.values()
+        ids = [token for one in prompts for token in one["prompt_ids"]]
+        return openai.usage_of(ids, self.collected.answers.values())
+
+
+class ChatForm:
+    """Answers of a chat in OpenAI's form."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._id = openai.new_id("chatcmpl")
+        self._holds_text = any("tools" in one for one in answering.asked)  # which may be a call
+
+    async def whole(self) -> Json:
+        """The response, once all answers have come and are stored."""
+        answering = self._answering
+        await answering.keep(self._id, [list(range(len(answering.asked)))])
+        choices = [self._choice(number, answer) for number, answer in sorted(answering.collected.answers.items())]
+        return {**self._envelope("chat.completion"), "choices": choices, "usage": answering.usage, **self._prompt_ids()}
+
+    def _choice(self, number: int, answer: Json) -> Json:
+        message, scores = openai.message_of(answer), self._answering.collected.scores.get(number)
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": openai.chat_scores(scores) if scores else None,
+            "finish_reason": openai.finish_of(answer, message),
+            **self._ids(answer),
+        }
+
+    async def events(self, replies: AsyncGenerator[tuple[int, Json]]) -> AsyncGenerator[Json]:
+        """The events of a stream."""
+        answering = self._answering
+        for number in range(len(answering.asked) * answering.collected.n):
+            yield {**self._event(number, {"role": "assistant", "content": ""}), **self._prompt_ids()}
+        async for number, reply in replies:
+            if "begun" not in reply and not self._holds_text:
+                text, scores = reply.get("text", ""), reply.get("scores")
+                ids = self._ids(reply)
+                if text or scores or ids:
+                    yield self._event(number, {"content": text}, scores=scores, **ids)
+        await answering.keep(self._id, [list(range(len(answering.asked)))])
+        for number, answer in sorted(answering.collected.answers.items()):
+            message = openai.message_of(answer)
+            if self._holds_text:
+                scores = answering.collected.scores.get(number)
+                yield self._event(number, {"content": message["content"]}, scores=scores, **self._ids(answer))
+            if calls := message.get("tool_calls"):
+                yield self._event(number, {"tool_calls": [{"index": place, **one} for place, one in enumerate(calls)]})
+            yield self._event(number, {}, openai.finish_of(answer, message))
+        if answering.body.wants_usage:
+            yield {**self._envelope("chat.completion.chunk"), "choices": [], "usage": answering.usage}
+
+    def _event(
+        self, number: int, delta: Json, finish: str | None = None, scores: Sequence[Json] | None = None, **more: Any
+    ) -> Json:
+        logprobs = openai.chat_scores(scores) if scores else None
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
+        return {**self._envelope("chat.completion.chunk"), "choices": [choice]}
+
+    def _ids(self, reply: Json) -> Json:
+        wants = self._answering.body.return_token_ids
+        return {"token_ids": reply["token_ids"]} if wants and "token_ids" in reply else {}
+
+    def _prompt_ids(self) -> Json:
+        begun = self._answering.collected.prompts.get(0)
+        return {"prompt_token_ids": begun["prompt_ids"]} if self._answering.body.return_token_ids and begun else {}
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return openai.envelope(kind, self._id, self._answering.model, self._answering.version)
+
+
+class TextForm:
+    """Continuations of texts in OpenAI's form."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._id = openai.new_id("cmpl")
+        self._lengths: dict[int, int] = {}
+
+    async def whole(self) -> Json:
+        """The response, once all answers have come and are stored."""
+        answering = self._answering
+        await self._keep()
+        choices = [
+            self._choice(number, answer["text"], answering.collected.scores.get(number), answer)
+            for number, answer in sorted(answering.collected.answers.items())
+        ]
+        return {**self._envelope(), "choices": choices, "usage": answering.usage}
+
+    async def events(self, replies: AsyncGenerator[tuple[int, Json]]) -> AsyncGenerator[Json]:
+        """The events of a stream."""
+        answering = self._answering
+        async for number, reply in replies:
+            text, scores = reply.get("text", ""), reply.get("scores")
+            if text or scores:
+                yield {**self._envelope(), "choices": [self._choice(number, text, scores)]}
+        await self._keep()
+        for number, answer in sorted(answering.collected.answers.items()):
+            yield {**self._envelope(), "choices": [self._choice(number, "", None, answer)]}
+        if answering.body.wants_usage:
+            yield {**self._envelope(), "choices": [], "usage": answering.usage}
+
+    def _choice(self, number: int, text: str, scores: Any, answer: Json | None = None) -> Json:
+        start = self._lengths.get(number, 0)
+        self._lengths[number] = start + len(text)
+        choice: dict[str, Any] = {
+            "index": number,
+            "text": text,
+            "logprobs": openai.text_scores(scores, start) if scores else None,
+            "finish_reason": None if answer is None else answer["finish_reason"],
+        }
+        if answer is not None and self._answering.body.return_token_ids:
+            begun = self._answering.collected.prompts[number // self._answering.collected.n]
+            choice |= {"token_ids": answer["token_ids"], "prompt_token_ids": begun["prompt_ids"]}
+        return choice
+
+    async def _keep(self) -> None:
+        await self._answering.keep(self._id, [[place] for place in range(len(self._answering.asked))])
+
+    def _envelope(self) -> dict[str, Any]:
+        return openai.envelope("text_completion", self._id, self._answering.model, self._answering.version)
+
+
+class TokenForm:
+    """Continuations of token ids in vLLM's form. Log-probs are those of the model at the temperature of the request,
+    which a trainer computes again.
+    """
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._id = openai.new_id("generate")
+
+    async def whole(self) -> Json:
+        """The response, once all answers have come and are stored."""
+        collected = self._answering.collected
+        await self._answering.keep(self._id, [[0]])
+        choices = [
+            {
+                "index": number,
+                "token_ids": answer["token_ids"],
+                "finish_reason": answer["finish_reason"],
+                "logprobs": {
+                    "content": [
+                        {"token": f"token_id:{token}", "logprob": logp}
+                        for token, logp in zip(answer["token_ids"], answer["logps"], strict=True)
+                    ]
+                },
+            }
+            for number, answer in sorted(collected.answers.items())
+        ]
+        return {"request_id": self._id, "prompt_token_ids": collected.prompts[0]["prompt_ids"], "choices": choices}
+
+    def events(self, replies: AsyncGenerator[tuple[int, Json]]) -> AsyncGenerator[Json]:
+        """Not asked for: the route does not stream."""
+        raise NotImplementedError
+
+
+Form = ChatForm | TextForm | TokenForm
+
+
+async def _answered(request: HttpRequest, answering: Answering, form: Form) -> Response:
+    """The response, whole or as a stream. Whatever is drawn ends when the client goes."""
+    replies = answering.replies()
+    if not answering.body.stream:
+
+        async def whole() -> Json:
+            async with aclosing(replies):
+                async for _ in replies:
+                    pass
+            return await form.whole()
+
+        return JSONResponse(await _while_connected(request, whole))
+    await anext(replies)  # what cannot be answered is refused by a status, and not in a stream
+
+    async def texts() -> AsyncGenerator[str]:
+        try:
+            async with aclosing(replies):
+                async for one in form.events(replies):
+                    yield openai.event(one)
+            yield openai.event("[DONE]")
+        except RefusedError as error:  # the engine failed in the middle
+            yield openai.event(error_body(error.status_code, error.detail, error.code, error.param))
+
+    return StreamingResponse(texts(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+
+async def _while_connected(request: HttpRequest, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The result of `work()`, which is cancelled if the client goes."""
+    task = asyncio.create_task(work())
+    gone = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RefusedError(499, "the client went away")
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+
+
+async def _gone(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

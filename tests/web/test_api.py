@@ -1,0 +1,279 @@
+"""The OpenAI-compatible API by the client that OpenAI publishes, over a model that draws."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arena_parts import make_loop
+from server_parts import Client, Server
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.collect.web.api.endpoint import Endpoint
+from tunesmith.collect.web.api.openai import RefusedError, message_of
+from tunesmith.collect.web.arena import Contestant
+from tunesmith.collect.web.drawing import Drawer
+
+openai = pytest.importorskip("openai")
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
+LETTERS = {str(token): 50 for token in range(68, 94)}
+"""Has random bytes be letters, which votes can hold."""
+
+OPTIONS = {"model": "tiny:llama", "messages": MESSAGES, "max_tokens": 12, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("api"), ("--openai", "tiny:llama")).start()
+    yield server
+    if server.process.is_alive():
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=served.facts["api"], api_key=served.facts["key"], max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def admin(served):
+    return served.admin()
+
+
+@pytest.fixture
+def key(served):
+    return Client(served.url, served.facts["key"])
+
+
+def figures(key: Client) -> dict[str, float]:
+    lines = key.send("GET", "/metrics").body.decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def worker_of(server: Server) -> psutil.Process:
+    (worker,) = [
+        one for one in psutil.Process(server.process.pid).children() if "model_worker" in " ".join(one.cmdline())
+    ]
+    return worker
+
+
+def test_models_are_listed_and_named(client):
+    assert [one.id for one in client.models.list()] == ["tiny:llama"]
+    assert client.models.retrieve("tiny:llama").owned_by == "tunesmith"
+    with pytest.raises(openai.NotFoundError, match="there are tiny:llama"):
+        client.models.retrieve("other")
+
+
+def test_a_stream_is_the_whole_answer_piece_by_piece(client):
+    whole = client.chat.completions.create(**OPTIONS, n=2, logprobs=True, top_logprobs=3)
+    assert whole.id.startswith("chatcmpl-") and len(whole.choices) == 2
+    for choice in whole.choices:
+        assert choice.finish_reason in ("stop", "length") and choice.message.role == "assistant"
+        tokens = choice.logprobs.content
+        assert all(one.logprob <= 0 and len(one.top_logprobs) == 3 for one in tokens)
+        assert (
+            bytes(b for one in tokens for b in one.bytes).decode("utf-8", "replace").startswith(choice.message.content)
+        )
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    texts, finishes, usage = ["", ""], {}, None
+    for event in client.chat.completions.create(**OPTIONS, n=2, stream=True, stream_options={"include_usage": True}):
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+            finishes |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+        usage = event.usage or usage
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert finishes == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert usage == whole.usage
+
+
+def test_settings_reach_the_engine(client):
+    plain = client.chat.completions.create(**OPTIONS, extra_body={"return_token_ids": True})
+    ids = plain.choices[0].model_extra["token_ids"]
+    assert len(ids) == plain.usage.completion_tokens and plain.model_extra["prompt_token_ids"]
+    text = plain.choices[0].message.content
+    stopped = client.chat.completions.create(**OPTIONS, stop=[text[3:5]])
+    assert stopped.choices[0].message.content == text[: text.index(text[3:5])]
+    assert stopped.choices[0].finish_reason == "stop"
+    forced = client.chat.completions.create(**OPTIONS, logit_bias={"70": 100}, extra_body={"min_tokens": 12})
+    assert len(set(forced.choices[0].message.content)) == 1
+    likely = {**OPTIONS, "temperature": 0, "logit_bias": {"70": 50, "71": 44}}
+    assert set(client.chat.completions.create(**likely).choices[0].message.content) == {"d"}
+    assert "e" in client.chat.completions.create(**likely, frequency_penalty=2).choices[0].message.content
+
+
+def test_texts_and_token_ids_are_continued(client, key):
+    options = {"model": "tiny:llama", "max_tokens": 6, "seed": 1}
+    one = client.completions.create(prompt="The film", logprobs=2, **options)
+    many = client.completions.create(prompt=["The film", "A story"], n=2, **options)
+    assert many.choices[0].text == one.choices[0].text and len(many.choices) == 4
+    assert len(one.choices[0].logprobs.tokens) == one.usage.completion_tokens
+    ids = key.send("POST", "/v1/completions", {"prompt": "The film", "return_token_ids": True, **options}).json
+    prompt_ids = ids["choices"][0]["prompt_token_ids"]
+    assert client.completions.create(prompt=prompt_ids, **options).choices[0].text == one.choices[0].text
+    streamed = client.completions.create(prompt="The film", stream=True, **options)
+    assert "".join(event.choices[0].text for event in streamed) == one.choices[0].text
+    body = {"token_ids": prompt_ids, "sampling_params": {"max_tokens": 6, "seed": 1, "logprobs": 1}}
+    generated = key.send("POST", "/inference/v1/generate", body).json
+    (choice,) = generated["choices"]
+    assert choice["token_ids"] == ids["choices"][0]["token_ids"] and generated["prompt_token_ids"] == prompt_ids
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(entry["logprob"] <= 0 for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"model": "gpt-9"}, 404, "model"),
+        ({"messages": []}, 400, None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        ({"max_tokens": 10_000}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 9_000}]}, 400, "messages"),
+        ({"temperature": -1}, 400, None),
+        ({"n": 99}, 400, None),
+        ({"top_logprobs": 30, "logprobs": True}, 400, None),
+        ({"stop": [""]}, 400, "stop"),
+        ({"logit_bias": {"red": 1}}, 400, None),
+        ({"logit_bias": {"999999": 1}}, 400, None),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "messages"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "a\x00"}]}, 400, None),
+        ({"user": "\ud800"}, 400, None),
+        ({"compare": 2, "n": 2}, 400, "n"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_answered_is_refused_in_openais_form(key, change, status, param, stream):
+    answer = key.send("POST", "/v1/chat/completions", {**OPTIONS, "stream": stream, **change})
+    assert answer.status == status, answer.body
+    error = answer.json["error"]
+    assert error["message"] and error["type"] == "invalid_request_error" and error["param"] == param
+
+
+def test_keys_are_for_the_api_and_logins_for_the_pages(served, key, admin):
+    for path in ("/v1/models", "/metrics"):
+        assert Client(served.url).send("GET", path).status == 401
+        wrong = Client(served.url, "sk-wrong").send("GET", path)
+        assert wrong.status == 401 and wrong.json["error"]["code"] == "invalid_api_key"
+        assert Client(served.url, admin.token).send("GET", path).status == 403
+    assert Client(served.url).send("GET", "/health").json == {"status": "ok"}
+    for path in ("/api/v1/next", "/vote", "/api/v1/stats"):
+        assert key.send("GET", path).status == 403
+
+
+def test_feedback_is_stored_with_what_was_drawn(client, key, admin):
+    options = {**OPTIONS, "logit_bias": LETTERS}
+    first = client.chat.completions.create(**options, n=2, user="u7", extra_body={"episode_id": "chat 1"})
+    second = client.chat.completions.create(**{**options, "seed": 9})
+
+    def say(**body):
+        return key.send("POST", "/v1/feedback", body)
+
+    thumb = say(inference_id=first.id, metric_name="thumbs", value=True, choice=1)
+    assert thumb.status == 200 and thumb.json["feedback_id"].startswith("feedback-")
+    assert say(inference_id=first.id, metric_name="thumbs", value=True, choice=1).json["is_repeat"]
+    assert say(episode_id="chat 1", metric_name="stars", value=4.5, tags={"page": "home"}).status == 200
+    assert say(metric_name="preference", value={"better": second.id, "worse": f"{first.id}#1"}).status == 200
+    assert say(id=first.id, metric_name="demonstration", value="Red.").status == 200
+    assert say(inference_id="chatcmpl-0", metric_name="thumbs", value=True).status == 404
+    assert say(inference_id=first.id, metric_name="thumbs", value="good").status == 422
+    assert say(inference_id=first.id, metric_name="thumbs", value=True, choices=[1]).status == 400
+    given = key.send("GET", "/v1/feedback").json
+    assert [one["metric_name"] for one in given["data"]] == ["thumbs", "stars", "preference", "demonstration"]
+    assert key.send("GET", f"/v1/feedback?after={given['after']}").json["data"] == []
+    votes = admin.send("GET", "/api/v1/export").body.decode().splitlines()
+    rows = [json.loads(line) for line in votes]
+    chosen = [row["chosen"] if isinstance(row["chosen"], str) else row["chosen"][0]["content"] for row in rows]
+    assert sorted(chosen) == sorted([second.choices[0].message.content, "Red."])
+    metrics = figures(key)
+    assert metrics['tunesmith_feedback_total{kind="metric"}'] == 2
+    assert metrics['tunesmith_tokens_total{kind="drawn"}'] > 0
+
+
+def test_what_is_drawn_ends_when_the_client_goes(client, key):
+    before = figures(key)
+    options = {**OPTIONS, "max_tokens": 150, "extra_body": {"min_tokens": 150}, "n": 16}
+    with client.chat.completions.create(**options, stream=True) as stream:
+        next(iter(stream))
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.2).chat.completions.create(**options)
+    deadline = time.monotonic() + 20
+    while (now := figures(key))["tunesmith_open_requests"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert now["tunesmith_open_requests"] == 0
+    assert now['tunesmith_tokens_total{kind="drawn"}'] - before['tunesmith_tokens_total{kind="drawn"}'] < 2 * 16 * 150
+    assert client.chat.completions.create(**OPTIONS).choices
+
+
+def test_a_process_that_dies_costs_what_it_drew_and_the_next_request_has_another(served, client):
+    options = {**OPTIONS, "max_tokens": 200, "extra_body": {"min_tokens": 200}}
+    stream = client.chat.completions.create(**options, stream=True)
+    events = iter(stream)
+    next(events)
+    os.kill(worker_of(served).pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="ended"):
+        list(events)
+    assert client.chat.completions.create(**OPTIONS).choices
+
+
+def test_a_second_start_prints_no_key_and_the_first_one_works(tmp_path):
+    server = Server(tmp_path / "live", ("--openai", "tiny:llama")).start()
+    key = server.facts["key"]
+    server.stop()
+    again = Server(tmp_path / "live", ("--openai", "tiny:llama")).start()
+    try:
+        assert again.facts["key"] is None
+        assert Client(again.url, key).send("GET", "/v1/models").status == 200
+    finally:
+        again.kill()
+
+
+def test_two_versions_answer_a_comparison_unnamed_and_the_vote_knows_them(tmp_path: Path):
+    make_loop(tmp_path / "live")
+    server = Server(tmp_path / "live", ("--openai", str(tmp_path / "live")), prepare="arena_parts").start()
+    try:
+        key = Client(server.url, server.facts["key"])
+        assert [one["id"] for one in key.send("GET", "/v1/models").json["data"]] == ["live", "v2", "v1", "v0"]
+        asked = {"model": "live", "messages": [{"role": "user", "content": "hello"}]}
+        whole = key.send("POST", "/v1/chat/completions", asked).json
+        assert whole["choices"][0]["message"]["content"] == " GAMMA hears hello" and whole["system_fingerprint"] == "v2"
+        both = key.send("POST", "/v1/chat/completions", {**asked, "compare": 2}).json
+        texts = [choice["message"]["content"] for choice in both["choices"]]
+        assert sorted(texts) == [" BETA hears hello", " GAMMA hears hello"] and both["system_fingerprint"] is None
+        better = texts.index(" BETA hears hello")
+        value = {"better": better, "worse": 1 - better, "verdict": "much_better"}
+        said = {"inference_id": both["id"], "metric_name": "preference", "value": value}
+        assert key.send("POST", "/v1/feedback", said).status == 200
+    finally:
+        server.kill()
+    with VoteStore.open(tmp_path / "live" / "votes.db") as store:
+        (vote,) = store.reader.votes_after(0)
+    assert (vote.chosen.source_id, vote.rejected.source_id) == ("v1", "v2") and vote.verdict.endswith("_much")
+    assert vote.chosen.token_ids == (1, 2)
+
+
+def test_more_than_can_wait_is_told_to_come_again(tmp_path):
+    async def ask(endpoint):
+        replies = endpoint.draw([{"model": {"name": "tiny:llama"}, "text": "x", "sampling": {}}] * 3)
+        return await anext(replies)
+
+    with Drawer(tmp_path / "log") as drawer:
+        endpoint = Endpoint(drawer, lambda: [Contestant("m", {}, {})], "m", max_open=2)
+        with pytest.raises(RefusedError) as refused:
+            asyncio.run(ask(endpoint))
+    assert refused.value.status_code == 429 and refused.value.headers == {"retry-after": "5"}
+
+
+def test_calls_have_openais_form():
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    message = message_of({"text": "x", "message": {"role": "assistant", "content": "", "tool_calls": calls}})
+    (call,) = message["tool_calls"]
+    assert message["content"] is None and call["id"].startswith("call_")
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
