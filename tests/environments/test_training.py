@@ -13,8 +13,10 @@ import pytest
 from tunesmith import train
 from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
-from tunesmith.engine.batch.rollout import StopReason
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Completion, Group, StopReason, Trajectory, Turn
 from tunesmith.learn.environments.contract import Reply, Said
+from tunesmith.learn.trainers.grpo import turn_states
 from tunesmith.observe.reports.text import answer_text
 from tunesmith.train import RunResult
 
@@ -99,11 +101,33 @@ def test_workers_draw_the_same_trajectories(tmp_path) -> None:
     assert digest(once) == digest(both)
 
 
-def test_turns_are_compared_with_those_of_the_same_place(tmp_path) -> None:
-    whole = run("grpo", tmp_path / "whole")
-    turns = run("grpo", tmp_path / "turns", **{"grpo.turn_advantages": True})
-    assert whole.metrics[0]["reward"] == turns.metrics[0]["reward"]
-    assert digest(whole) != digest(turns)
+def test_turns_are_compared_by_their_place_or_by_their_state(tmp_path) -> None:
+    given = ("none", False, "place", True, "anchor")
+    runs = [run("grpo", tmp_path / str(one), steps=1, **{"grpo.turn_advantages": one}) for one in given]
+    assert len({one.metrics[0]["reward"] for one in runs}) == 1
+    none, off, place, on, anchor = map(digest, runs)
+    assert none == off and place == on and len({none, place, anchor}) == 3
+    assert 0 < runs[-1].metrics[0]["groups/anchored_turns"] <= 1
+    whole = run("grpo", tmp_path, steps=1, **{"grpo.turn_advantages": "anchor", "grpo.anchor_coef": 0.0})
+    assert digest(whole) == none
+
+
+def trajectory(*answers: str, rewards: Sequence[float | None]) -> Completion:
+    """A completion of turns of one token each, answered so."""
+    said: list[Mapping[str, object]] = []
+    for answer in (*answers, None):
+        said += [{"role": "assistant", "content": "a"}, *([{"role": "user", "content": answer}] if answer else [])]
+    turns = tuple(Turn(2 * place, 2 * place + 1, reward) for place, reward in enumerate(rewards))
+    logps = (0.0,) * (2 * len(rewards))
+    return Completion((1,) * len(logps), logps, logps, "a", "stop", trajectory=Trajectory(turns, said, "completed"))
+
+
+def test_turns_that_answer_the_same_have_the_same_state_in_their_group() -> None:
+    first = trajectory("left", "right", "left", rewards=(0, 0, 0, 1))
+    second = trajectory("right", rewards=(0, None))
+    groups = [Group(Prompt(name, "b"), (1,), (first, second), 0) for name in "cd"]
+    start, left, right = 0, 1, 2
+    assert turn_states(groups, 4).tolist() == [[[start, left, right, left], [start, right, 0, 0]]] * 2
 
 
 class TalksOnce(Talks):

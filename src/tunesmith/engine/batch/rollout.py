@@ -54,7 +54,8 @@ class Turn:
     """What the model said at a time, `completion.token_ids[start:stop]`, and what the environment gave for it.
 
     `reward` is None where it gave none. `reply_s` is the seconds that the reply took, `num_calls` the tool calls in the
-    turn, of which `num_failed` could not be read, or named no tool.
+    turn, of which `num_failed` could not be read, or named no tool. `replies` are the ranges of `token_ids` that hold
+    the contents of the reply, if they are learnt.
     """
 
     start: int
@@ -63,6 +64,7 @@ class Turn:
     reply_s: float = 0.0
     num_calls: int = 0
     num_failed: int = 0
+    replies: tuple[range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,12 @@ rendered again: their text has other tokens, other spaces inside of a call, and 
 A template that leaves out what was there before (earlier reasoning, as a rule) begins another sequence.
 """
 
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -122,6 +125,62 @@ def next_turn(
     if suffix is None and not _has_reasoning(traits, texts, sampled):
         suffix = _behind_probe(tokenizer, prompt, conversation, new_messages, texts, sampled, ends)
     return None if suffix is None else _encoded(tokenizer, sampled, suffix)
+
+
+def reply_ranges(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    conversation: Sequence[Turn],
+    new_messages: Sequence[Turn],
+    ids: Sequence[int],
+) -> tuple[range, ...]:
+    """The ranges of `ids`, which `next_turn` gave for the `new_messages` behind the `conversation`, that hold contents
+    of these messages and nothing of the template; without white space at their ends.
+
+    A content's place is that of a probe in the same text, so that a template may write it as JSON. There are none if
+    the template leaves messages out, and none for an empty content.
+    """
+
+    def written(messages: Sequence[Turn]) -> str:
+        return prompt_text(tokenizer, prompt, as_template_takes(tokenizer, messages), continues=False)
+
+    probes = [{**message, "content": f"{_PROBE}{place}."} for place, message in enumerate(new_messages)]
+    parts = re.split(rf"{_PROBE}\d+\.", written((*conversation, *probes)))
+    before, *behind = (_without_spaces(part) for part in parts)
+    whole = _without_spaces(written((*conversation, *new_messages)))
+    lengths = _lengths(tokenizer, ids)
+    first = len(whole) - lengths[-1]
+    if len(behind) != len(new_messages) or not whole.startswith(before):
+        return ()
+    ranges: list[range] = []
+    place, last = len(before), len(whole) - len(behind[-1])
+    for number, (message, following) in enumerate(zip(new_messages, behind, strict=True), start=1):
+        content = _without_spaces(str(message["content"]))
+        end = last if number == len(behind) else whole.find(following, place)
+        if number < len(behind) and whole.startswith(content + following, place):
+            end = place + len(content)
+        ranges.append(_within(lengths, place - first, end - first))
+        place = end + len(following)
+    return tuple(part for part in ranges if part)
+
+
+def _without_spaces(text: str) -> str:
+    """`text` without white space, of which decoders show more or less than was encoded."""
+    return "".join(text.split())
+
+
+def _lengths(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """The characters, without white space, of the first 0, 1, 2, ... of `ids`: whole ones, for ids within a character
+    are shown as other ones.
+    """
+    shown = (decode_marked(tokenizer, ids[:num]).rstrip("\ufffd") for num in range(len(ids) + 1))
+    return list(accumulate(map(len, map(_without_spaces, shown)), max))
+
+
+def _within(lengths: Sequence[int], start: int, stop: int) -> range:
+    """The ids that lie in the characters `start` to `stop`; the first and the last are more than white space."""
+    begins, ends = ((bisect_left(lengths, at), bisect_right(lengths, at) - 1) for at in (start, stop))
+    return range(max(begins), min(ends))
 
 
 def parse_answer(
