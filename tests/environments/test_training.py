@@ -15,7 +15,7 @@ from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import Completion, Group, StopReason, Trajectory, Turn
-from tunesmith.learn.environments.contract import Reply, Said
+from tunesmith.learn.environments.contract import Reply, Said, ToolEpisode
 from tunesmith.learn.trainers.grpo import turn_states
 from tunesmith.observe.reports.text import answer_text
 from tunesmith.train import RunResult
@@ -175,6 +175,54 @@ def test_the_environments_reward_stands_beside_those_of_the_recipe_once(tmp_path
     assert names(reward=lambda completions, **_: [1.0] * len(completions)) == {"<lambda>", "environment"}
     (tmp_path / "own.yaml").write_text("reward: unique_chars\n")
     assert names(config=str(tmp_path / "own.yaml")) == {"unique_chars", "environment"}
+
+
+class Silent(Talks):
+    """Gives nothing to trajectories that begin with some words, and breaks others, if told to."""
+
+    breaks = False
+
+    def step(self, said: Said) -> Reply:
+        self.is_odd = sum(map(ord, said.text)) % 2
+        if self.breaks and self.is_odd:
+            raise ValueError("odd")
+        return Reply(done=True)
+
+    def reward(self) -> float | None:
+        return None if self.is_odd else 0.25
+
+
+class Breaking(Silent):
+    breaks = True
+
+
+@pytest.mark.parametrize(("environment", "num_dropped"), [(Silent, 0), (Breaking, 1)])
+def test_a_trajectory_without_a_reward_has_the_others_alone_and_a_broken_one_none(
+    environment: type[Silent], num_dropped: int, tmp_path
+) -> None:
+    row = run("grpo", tmp_path, steps=1, environment_factory=environment).metrics[0]
+    beside = {"environment_factory": environment, "reward": lambda completions, **_: [2.0] * len(completions)}
+    both = run("grpo", tmp_path, steps=1, **beside).metrics[0]
+    assert row["rewards/num_dropped"] > 0 and row["reward"] == 0.25, "nothing applies to the others"
+    assert both["rewards/num_dropped"] == num_dropped * row["rewards/num_dropped"]
+    assert both["rewards/environment/mean"] == 0.25 and both["rewards/<lambda>/mean"] == 2.0
+    assert (both["reward"] == 2.25) == (environment is Breaking)
+
+
+def test_without_get_reward_an_episode_is_worth_what_its_turns_earned() -> None:
+    class Shop:
+        def reset(self, **row: object) -> None:
+            return None
+
+    class Judged(Shop):
+        def get_reward(self) -> float | None:
+            return None
+
+    assert [ToolEpisode(one, [], lambda result: result).reward() for one in (Shop(), Judged(), None)] == [
+        0.0,
+        None,
+        0.0,
+    ]
 
 
 def test_what_a_run_was_given_must_be_given_again(tmp_path) -> None:

@@ -72,8 +72,8 @@ class Trajectory:
     """A conversation with an environment, of which a completion has the ids.
 
     `turns` are those of this completion. `messages` follow the prompt: what the model said and what it was answered.
-    `reward` is what the environment gave for the whole and for all turns together; None if something broke, which
-    `error` names.
+    `reward` is what the environment gave for the whole and for all turns together; None if it gave nothing, or if
+    something broke, which `error` names.
     """
 
     turns: tuple[Turn, ...]

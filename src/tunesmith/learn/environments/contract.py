@@ -84,7 +84,7 @@ class Episode(Protocol):
         ...
 
     def reward(self) -> float | None:
-        """The reward of the whole episode, None if there is none."""
+        """The reward of the whole episode, beside those of its turns; None if there is none."""
         ...
 
     def close(self) -> None:
@@ -165,9 +165,9 @@ class ToolEpisode:
         return bool(self._wait(done()) if callable(done) else done)
 
     def reward(self) -> float | None:
-        """See `Episode.reward`."""
+        """See `Episode.reward`. Without `get_reward` a trajectory is worth what its turns earned, perhaps nothing."""
         get_reward = getattr(self._environment, "get_reward", None)
-        return None if get_reward is None else self._wait(get_reward())
+        return 0.0 if get_reward is None else self._wait(get_reward())
 
     def close(self) -> None:
         """See `Episode.close`."""

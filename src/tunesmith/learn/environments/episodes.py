@@ -440,7 +440,7 @@ def _completion(state: _State, front: tuple[int, ...]) -> Completion:
     rewards = [turn.reward for turn in turns if turn.reward is not None]
     if state.reward is not None:
         rewards.append(state.reward)
-    reward = None if state.error is not None else sum(rewards)
+    reward = sum(rewards) if rewards and state.error is None else None
     said = tuple(state.messages[state.num_before :])
     messages = said or ({"role": "assistant", "content": ""},)  # reward functions expect one
     is_cut = reason in ("max_turns", "max_tokens", "context_full")
