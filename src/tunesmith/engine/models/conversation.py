@@ -254,5 +254,6 @@ def _unstable(what: str, turn: int, num_messages: int) -> str:
     return (
         f"the chat template writes {what} turn {turn} of {num_messages} otherwise alone than inside of the "
         "conversation (some templates leave out earlier reasoning), so the assistant's tokens cannot be told apart; "
-        "learn the last turn alone (loss_on: last), everything (loss_on: all), or take another template"
+        "give the turns before the last one as the prompt, of a demonstration learn the last turn alone (loss_on: "
+        "last) or everything (loss_on: all), or take another template"
     )
