@@ -278,3 +278,14 @@ def test_the_report_shows_turns_calls_and_rewards(tmp_path) -> None:
     assert row["stop_reason"] in get_args(StopReason)
     text = answer_text(row)
     assert "[reward " in text and f"[ended: {row['stop_reason']}]" in text
+
+
+def test_the_reward_of_a_factory_has_an_origin_and_the_recipe_s_own_keep_theirs(tmp_path) -> None:
+    (tmp_path / "own.yaml").write_text("reward: unique_chars\n")
+    result = run("grpo", tmp_path, steps=1, config=str(tmp_path / "own.yaml"))
+    origins = json.loads((result.run_dir / "provenance.json").read_text())
+    assert origins["reward.0.source"].startswith("file ") and origins["reward.1.source"] == (
+        "argument environment_factory"
+    )
+    alone = json.loads((run("grpo", tmp_path, steps=1).run_dir / "provenance.json").read_text())
+    assert alone["reward.0.source"] == "argument environment_factory" and "reward.1.source" not in alone
