@@ -253,7 +253,7 @@ def resume(
 
 @dataclass(frozen=True, slots=True)
 class _PolicyInputs:
-    """What an algorithm that draws completions may be given from Python."""
+    """The inputs from Python of an algorithm that draws completions."""
 
     prompts: Prompts | None
     reward: Rewards | None

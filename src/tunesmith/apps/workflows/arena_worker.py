@@ -38,7 +38,7 @@ TOO_LONG = (
     "the conversation is longer than a model's context; leave out its oldest turns, change the message, or begin a new "
     "conversation"
 )
-"""What a person is told in place of numbers of tokens, which they cannot set."""
+"""The words for a person in place of numbers of tokens, which they cannot set."""
 
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
 _COPIES = 3.0

@@ -379,7 +379,7 @@ BUILTIN_TOOLS = ("calculator", "search", "python")
 
 
 class EnvironmentSection(Section):
-    """What the policy talks to over several turns: an environment, tools, or both."""
+    """An environment, tools, or both, that the policy talks to over several turns."""
 
     SHORTHAND = "source"
 

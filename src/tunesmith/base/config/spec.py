@@ -1,4 +1,4 @@
-"""What the rest of the program knows of an algorithm: a `Spec`, and the `Passes` of one of its steps.
+"""The facts of an algorithm for the rest of the program: a `Spec`, and the `Passes` of one of its steps.
 
 Nothing here imports torch: command line, plans, estimates, diagnosis and pages read it.
 """
@@ -20,12 +20,12 @@ class Draws(Protocol):
 
     @property
     def rollout(self) -> RolloutSection:
-        """How completions are drawn."""
+        """The settings of drawing completions."""
         ...
 
     @property
     def section(self) -> Any:
-        """How they are learnt."""
+        """The settings of learning them."""
         ...
 
 

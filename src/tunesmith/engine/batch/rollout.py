@@ -51,7 +51,7 @@ took too long, or raised."""
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model said at a time, `completion.token_ids[start:stop]`, and what the environment gave for it.
+    """A turn of the model, `completion.token_ids[start:stop]`, and what the environment gave for it.
 
     `reward` is None where it gave none. `reply_s` is the seconds that the reply took, `num_calls` the tool calls in the
     turn, of which `num_failed` could not be read, or named no tool. `replies` are the ranges of `token_ids` that hold

@@ -78,8 +78,8 @@ class _Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """What the template writes: for the prompt of a turn, with its answer as the last message, and up to the prompt of
-    the `next` turn.
+    """The template's texts: for the prompt of a turn, with its answer as the last message, and up to the prompt of the
+    `next` turn.
     """
 
     prompt: str
@@ -236,7 +236,7 @@ def _texts(
 
 
 def _where_written(texts: _Texts, sampled: _Sampled) -> str | None:
-    """What follows the sampled turn where the template writes it as it was sampled."""
+    """The text behind the sampled turn where the template writes it as it was sampled."""
     written = texts.prompt + sampled.body + sampled.end
     if texts.next.startswith(written):
         return texts.next[len(written) :]
@@ -269,7 +269,7 @@ def _has_reasoning(traits: TemplateTraits, texts: _Texts, sampled: _Sampled) -> 
 def _behind_answered(
     tokenizer: PreTrainedTokenizerBase, texts: _Texts, sampled: _Sampled, ends: Collection[int]
 ) -> str | None:
-    """What follows the sampled turn where the template writes the answer the same with and without new messages."""
+    """The text behind the sampled turn where the template writes the answer the same with and without new messages."""
     kept, token = _kept(tokenizer, texts.answered, ends)
     if not kept.startswith(texts.prompt) or not texts.next.startswith(kept):
         return None
@@ -285,8 +285,8 @@ def _behind_probe(
     sampled: _Sampled,
     ends: Collection[int],
 ) -> str | None:
-    """What follows the sampled turn where the template writes an answer that is the last message otherwise than others,
-    and nothing can have been left out (Qwen 3 puts an empty `<think>` before an answer without reasoning).
+    """The text behind the sampled turn where the template writes an answer that is the last message otherwise than
+    others, and nothing can have been left out (Qwen 3 puts an empty `<think>` before an answer without reasoning).
 
     It is what follows another answer, which is found in the text.
     """
@@ -421,7 +421,7 @@ def _parsed(traits: TemplateTraits, prompt: str, text: str, tools: Sequence[Tool
 
 
 def _opening(traits: TemplateTraits, prompt: str) -> str:
-    """What a prompt ends with that opens the reasoning: `<think>` and white space; empty if it does not."""
+    """The end of a prompt that opens the reasoning: `<think>` and white space; empty if it does not."""
     if traits.parser is parse_harmony or not prompt.rstrip().endswith(traits.opens.rstrip()):
         return ""
     return prompt[prompt.rindex(traits.opens.rstrip()) :]

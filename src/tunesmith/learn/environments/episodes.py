@@ -232,7 +232,7 @@ class Conversations:
         return state
 
     def _reply(self, state: _State, turn: Completion) -> Continuation | None:
-        """What a turn is continued with; None if the trajectory ended."""
+        """The continuation of a turn; None if the trajectory ended."""
         sample = state.sample
         state.last, state.num_turns = turn, state.num_turns + 1
         front = (*sample.prompt_ids, *sample.token_ids)

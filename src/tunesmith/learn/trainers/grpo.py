@@ -73,8 +73,8 @@ class GRPO(PolicyStep):
         return Credit(learnt_PG, advantage_PG, figures, judged.valid_PG)
 
     def at_turns(self, groups: Sequence[Group], scores: Scores) -> list[Scores]:
-        """What turns are compared by: for each turn `scores` less what was given before it, valid for the trajectories
-        that come to it. Without a comparison by place, `scores` alone.
+        """The scores that turns are compared by: for each turn `scores` less what was given before it, valid for the
+        trajectories that come to it. Without a comparison by place, `scores` alone.
         """
         if self.cfg.turn_advantages != "place":
             return [scores]

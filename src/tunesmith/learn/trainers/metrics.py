@@ -249,7 +249,7 @@ def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit
 
 
 def _trajectory_fields(completion: Completion) -> dict[str, object]:
-    """What was said behind the prompt, each turn of the model with its reward, and why the trajectory ended."""
+    """The messages behind the prompt, each turn of the model with its reward, and why the trajectory ended."""
     if (trajectory := completion.trajectory) is None:
         return {}
     turns = iter([turn for one in completion.samples for turn in one.trajectory_turns])
@@ -303,7 +303,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def trajectory_metrics(groups: Sequence[Group]) -> Metrics:
-    """How trajectories went; empty without any. Shares of trajectories by what ended them, turns and calls of each,
+    """Metrics of trajectories; empty without any. Shares of trajectories by what ended them, turns and calls of each,
     seconds of a reply, the samples that each came to (more than 1 where the template rewrote the history), and the
     share of turns that a reward was given for.
     """

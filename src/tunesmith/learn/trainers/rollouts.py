@@ -259,7 +259,7 @@ class PolicyTask:
         )
 
     def _conversations(self, inputs: Inputs) -> Conversations | None:
-        """What the policy talks to, of which one episode is made, so that what is wrong with it is said at once."""
+        """The policy's environment, of which one episode is made, so that what is wrong with it is said at once."""
         section = self.cfg.environment
         factory, tools = inputs.environment_factory, inputs.tools or ()
         open_episode = opener(section, tools=tools, environment_factory=factory)
