@@ -274,7 +274,7 @@ def _train_policy(
     rewards: list[Any] | None = None if inputs.reward is None else reward_list(inputs.reward)
     by_name = all(isinstance(item, str) for item in rewards or ())
     if inputs.environment_factory is not None and rewards is not None:
-        rewards = [*rewards, *_environment_reward([getattr(one, "source", one) for one in rewards])]
+        rewards = _with_environment(rewards)
     named, rows = _named_or_given(inputs.prompts, "prompts")
     shown, shown_rows = _named_or_given(inputs.demonstrations, "demonstrations")
     given = {**given, "prompts": named, "reward": _as_values(rewards) if by_name else None, "demonstrations": shown}
@@ -295,17 +295,17 @@ def _as_values(rewards: Sequence[Any] | None) -> list[Any] | None:
     return [one.model_dump(exclude_unset=True) if isinstance(one, RewardSource) else one for one in rewards]
 
 
-def _environment_reward(sources: Sequence[Any]) -> list[RewardSource]:
-    """The reward of an environment, as in TRL beside the `sources` of others; none if it is one of them."""
-    return [] if "environment" in sources else [RewardSource.model_validate(ENVIRONMENT_REWARD)]
+def _with_environment(rewards: Sequence[Any]) -> list[Any]:
+    """`rewards` and, as in TRL, that of the environment; once."""
+    named = [getattr(one, "source", one) for one in rewards]
+    return [*rewards, *([] if "environment" in named else [RewardSource.model_validate(ENVIRONMENT_REWARD)])]
 
 
-def _with_environment(resolved: Resolved) -> Resolved:
+def _rewarded_by_environment(resolved: Resolved) -> Resolved:
     """`resolved` with the reward of an environment beside those that the recipe names itself."""
     is_default = all(origin == DEFAULT for key, origin in resolved.provenance.items() if key.startswith("reward"))
     named: Sequence[RewardSource] = () if is_default else getattr(resolved.recipe, "reward", ())
-    rewards = (*named, *_environment_reward([one.source for one in named]))
-    recipe = resolved.recipe.model_copy(update={"reward": rewards})
+    recipe = resolved.recipe.model_copy(update={"reward": tuple(_with_environment(named))})
     own = {f"reward.{len(named)}.{name}": "argument environment_factory" for name in ENVIRONMENT_REWARD}
     return Resolved(recipe, origins_of(recipe, {**resolved.provenance, **own}, others=DEFAULT))
 
@@ -326,7 +326,7 @@ def _train(
     file = Path(config) if config else None
     resolved = load_recipe(algorithm, recipe=recipe, file=file, overrides=_set(given), origins=_origins(given))
     if inputs.environment_factory is not None and inputs.rewards is None and "reward" not in _set(given):
-        resolved = _with_environment(resolved)
+        resolved = _rewarded_by_environment(resolved)
     return _resume.start_or_resume(resolved, inputs, run_id=run_id, progress=progress, listener=listener)
 
 

@@ -235,6 +235,13 @@ def test_what_a_run_was_given_must_be_given_again(tmp_path) -> None:
         train.resume(first.run_dir, prompts=["a", "b", "c"], environment_factory=Other, steps=2, progress=False)
 
 
+def test_a_run_with_a_reward_of_its_own_is_resumed_with_both(tmp_path) -> None:
+    given = {"reward": lambda completions, **_: [1.0] * len(completions), "environment_factory": Talks}
+    first = run("grpo", tmp_path, steps=1, **given)
+    again = train.resume(first.run_dir, prompts=["a", "b", "c"], steps=2, progress=False, **given)
+    assert {"rewards/<lambda>/mean", "rewards/environment/mean"} <= again.metrics[-1].keys()
+
+
 def test_episodes_are_closed_when_the_run_ends(tmp_path) -> None:
     made: list[Talks] = []
 
