@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.base.config.load import load_recipe
+from tunesmith.base.config.load import DEFAULT, Resolved, load_recipe, origins_of
 from tunesmith.base.config.recipe import ENVIRONMENT_REWARD
 from tunesmith.base.config.sections import RewardSource
 from tunesmith.base.core.errors import InputError
@@ -253,7 +253,7 @@ def resume(
 
 @dataclass(frozen=True, slots=True)
 class _PolicyInputs:
-    """What an algorithm that draws completions may be given from Python."""
+    """The inputs from Python of an algorithm that draws completions."""
 
     prompts: Prompts | None
     reward: Rewards | None
@@ -273,9 +273,7 @@ def _train_policy(
     """Train by an algorithm that draws completions. What is given by name becomes an override."""
     rewards: list[Any] | None = None if inputs.reward is None else reward_list(inputs.reward)
     by_name = all(isinstance(item, str) for item in rewards or ())
-    if inputs.environment_factory is not None:
-        if rewards is None:
-            rewards = _recipe_rewards(algorithm, recipe, config, given)
+    if inputs.environment_factory is not None and rewards is not None:
         rewards = _with_environment(rewards)
     named, rows = _named_or_given(inputs.prompts, "prompts")
     shown, shown_rows = _named_or_given(inputs.demonstrations, "demonstrations")
@@ -303,15 +301,13 @@ def _with_environment(rewards: Sequence[Any]) -> list[Any]:
     return [*rewards, *([] if "environment" in named else [RewardSource.model_validate(ENVIRONMENT_REWARD)])]
 
 
-def _recipe_rewards(
-    algorithm: str, recipe: str | None, config: str | None, given: Mapping[str, object]
-) -> list[RewardSource]:
-    """The rewards that a recipe names itself; none where they are the default."""
-    _, overrides = _listener({name: value for name, value in given.items() if name != "run_id"})
-    file = Path(config) if config else None
-    resolved = load_recipe(algorithm, recipe=recipe, file=file, overrides=_set(overrides), origins=_origins(overrides))
-    is_named = any(key.startswith("reward") and origin != "default" for key, origin in resolved.provenance.items())
-    return list(getattr(resolved.recipe, "reward", ())) if is_named else []
+def _rewarded_by_environment(resolved: Resolved) -> Resolved:
+    """`resolved` with the reward of an environment beside those that the recipe names itself."""
+    is_default = all(origin == DEFAULT for key, origin in resolved.provenance.items() if key.startswith("reward"))
+    named: Sequence[RewardSource] = () if is_default else getattr(resolved.recipe, "reward", ())
+    recipe = resolved.recipe.model_copy(update={"reward": tuple(_with_environment(named))})
+    own = {f"reward.{len(named)}.{name}": "argument environment_factory" for name in ENVIRONMENT_REWARD}
+    return Resolved(recipe, origins_of(recipe, {**resolved.provenance, **own}, others=DEFAULT))
 
 
 def _train(
@@ -329,6 +325,8 @@ def _train(
     run_id: Any = given.pop("run_id", None)
     file = Path(config) if config else None
     resolved = load_recipe(algorithm, recipe=recipe, file=file, overrides=_set(given), origins=_origins(given))
+    if inputs.environment_factory is not None and inputs.rewards is None and "reward" not in _set(given):
+        resolved = _rewarded_by_environment(resolved)
     return _resume.start_or_resume(resolved, inputs, run_id=run_id, progress=progress, listener=listener)
 
 

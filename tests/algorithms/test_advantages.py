@@ -496,3 +496,59 @@ def test_group_advantages_carry_no_gradient_widen_bf16_and_need_one_shape():
     assert advantages.group_relative(reward_PG.bfloat16()).advantage_PG.dtype == torch.float32
     with pytest.raises(InputError, match="valid_PG"):
         advantages.group_relative(reward_PG, torch.ones(3, 2))
+
+
+def among_states_twin(rewards, states, lengths, discount, scale):
+    """GiGPO's step advantages in plain loops: one list of returns for each state of a group."""
+    found = [[[0.0] * len(row) for row in group] for group in rewards]
+    for p, group in enumerate(rewards):
+        members: dict[int, list[tuple[int, int, float]]] = {}
+        for g, row in enumerate(group):
+            for k in range(lengths[p][g]):
+                value = sum(discount ** (later - k) * row[later] for later in range(k, lengths[p][g]))
+                members.setdefault(states[p][g][k], []).append((g, k, value))
+        for turns in members.values():
+            returns = [value for *_, value in turns]
+            mean = math.fsum(returns) / len(returns)
+            if max(returns) == min(returns):
+                continue
+            spread = math.sqrt(math.fsum((value - mean) ** 2 for value in returns) / (len(returns) - 1)) + 1e-4
+            for g, k, value in turns:
+                found[p][g][k] = (value - mean) / (spread if scale == "group" else 1.0)
+    return found
+
+
+@given(
+    seed=seeds,
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4)),
+    num_states=st.integers(1, 4),
+    discount=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    scale=st.sampled_from(["group", "none"]),
+)
+def test_advantages_among_turns_of_one_state_equal_their_twin(seed, shape, num_states, discount, scale):
+    generator = torch.Generator().manual_seed(seed)
+    reward_PGK = torch.randn(shape, generator=generator, dtype=torch.float64)
+    state_PGK = torch.randint(num_states, shape, generator=generator)
+    length_PG = torch.randint(shape[2] + 1, shape[:2], generator=generator)
+    has_turn_PGK = torch.arange(shape[2]) < length_PG[..., None]
+    arguments = state_PGK, has_turn_PGK
+    found = advantages.among_states(reward_PGK, *arguments, discount=discount, scale=scale)
+    twin = among_states_twin(reward_PGK.tolist(), state_PGK.tolist(), length_PG.tolist(), discount, scale)
+    expected_PGK = torch.tensor(twin, dtype=torch.float64).reshape(shape)
+    torch.testing.assert_close(found.advantage_PGK, expected_PGK, atol=1e-9, rtol=1e-9)
+    garbage_PGK = torch.where(has_turn_PGK, reward_PGK, 1e30)
+    again = advantages.among_states(garbage_PGK, *arguments, discount=discount, scale=scale)
+    assert torch.equal(again.advantage_PGK, found.advantage_PGK)
+    for p, g, k in has_turn_PGK.nonzero().tolist():
+        same = (state_PGK[p] == state_PGK[p, g, k]) & has_turn_PGK[p]
+        assert found.is_shared_PGK[p, g, k] == (same.sum() > 1)
+
+
+def test_turns_of_no_trajectory_and_of_another_group_have_no_share_in_a_state():
+    none = torch.zeros(2, 2, 0)
+    assert advantages.among_states(none, none.long(), none.bool(), discount=1.0).advantage_PGK.shape == (2, 2, 0)
+    reward_PGK = torch.tensor([[[1.0]], [[5.0]]])
+    found = advantages.among_states(reward_PGK, torch.zeros(2, 1, 1).long(), torch.ones(2, 1, 1).bool(), discount=1.0)
+    assert found.advantage_PGK.flatten().tolist() == [0.0, 0.0] and not found.is_shared_PGK.any()
+    with pytest.raises(InputError, match="state_PGK"):
+        advantages.among_states(reward_PGK, torch.zeros(2, 2, 1).long(), torch.ones(2, 1, 1).bool(), discount=1.0)

@@ -68,7 +68,7 @@ def test_where_a_template_writes_the_prompt_otherwise_an_answer_is_learnt_as_it_
     )
     answer = encode_answer(tokenizer, Prompt("0", ASK), SAY)
     assert (decode(tokenizer, answer.prompt_ids), decode(tokenizer, answer.completion_ids)) == ("1Hi>", "Yo")
-    with pytest.raises(DataError, match="renders the prompt otherwise when such an answer follows"):
+    with pytest.raises(DataError, match="writes what comes before turn 1 of 4 otherwise"):
         encode_answer(tokenizer, Prompt("0", ASK), (*SAY, *ASK, *SAY))
 
 

@@ -61,6 +61,8 @@ def test_texts_rows_and_records_are_taken_from_python() -> None:
         ({"messages": [USER]}, "no turn of the assistant, so there is nothing to learn"),
         ({"messages": "a"}, "`messages` is text; give a list of messages, or name the column `text`"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "its last message says nothing"),
+        ({"messages": [USER, REPLY | {"weight": 0.5}]}, r"`messages\[1\]`: `weight` is 0.5"),
+        ({"messages": [USER | {"weight": 0}, REPLY]}, r"`messages\[0\]`: `weight` is 0; turns of the assistant have"),
         ({"text": [USER]}, "`text` is a list of messages; name the column `messages`"),
         ({"text": ""}, "`text` is empty"),
         ({"prompts": "a", "completions": "b"}, "no column `completion`; .* did you mean `completions`"),
@@ -69,6 +71,14 @@ def test_texts_rows_and_records_are_taken_from_python() -> None:
 def test_a_row_that_cannot_be_used_says_why(row: dict, reason: str) -> None:
     with pytest.raises(DataError, match=rf"demonstrations\[0\]: .*{reason}"):
         load_demonstrations([row])
+
+
+def test_openai_s_weights_say_which_turns_are_learnt() -> None:
+    rows = [{"messages": [USER, REPLY | {"weight": 0}, USER, REPLY | {"weight": 1}]}]
+    data = demonstration_sets(DemonstrationsSection(heldout_fraction=0), byte_tokenizer(), 0, rows)
+    plain = [{"prompt": [USER, REPLY, USER], "completion": [REPLY]}]
+    only_last = demonstration_sets(DemonstrationsSection(heldout_fraction=0), byte_tokenizer(), 0, plain)
+    assert (data.train[0].ids, data.train[0].spans) == (only_last.train[0].ids, only_last.train[0].spans)
 
 
 def test_no_source_is_an_error_that_names_the_key() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from pages import ROOT
 from tunesmith.base.config.load import load_recipe, parse_overrides
+from tunesmith.base.config.recipe import ENVIRONMENT_REWARD
 from tunesmith.learn.trainers.api import Inputs
 from tunesmith.learn.trainers.run import run
 
@@ -20,6 +21,7 @@ PROMISED = ("PPO", "dual-clip PPO", "REINFORCE++", "REINFORCE++-baseline", "GRPO
 PROMISED += ("CISPO", "BNPO", "GDPO", "SAPO", "MaxRL", "GPG", "DPPO by total variation", "DPPO by binary KL", "GMPO")
 PROMISED += ("OPO", "GFPO", "pass@k", "IcePop", "off-policy sequence mask", "a fifth of the tokens")
 PROMISED += ("PPO-ptx", "ReMax", "Clip-Cov", "KL-Cov", "VC-PPO", "VAPO", "the length reward of Kimi k1.5")
+PROMISED += ("MT-GRPO", "GiGPO", "ECHO")
 PROMPTS = ["The film", "A story", "Once more", "They said"]
 SMALL = {
     "model.name": "tiny:llama",
@@ -33,6 +35,16 @@ SMALL = {
         {"source": "overlong", "arguments": {"max_completion_len": 6, "soft_punish_cache": 2}},
     ],
 }
+
+
+class Echo:
+    """A game that answers by a number of few values, and rewards by what was said."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
+        return str(len(action) % 2), sum(map(ord, action)) % 5, False, False, {}
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, object]]:
+        return "Say something.", {}
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ def test_the_settings_of_an_entry_load(row: Row):
 )
 def test_the_settings_of_an_entry_load_and_train_two_steps(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     overrides = SMALL | {"run.dir": str(tmp_path)} | parse_overrides(row.trainer, shlex.split(row.flags)).values
-    known = (f"{row.trainer}.", "rollout.", "ptx.", "demonstrations.")
+    known = (f"{row.trainer}.", "rollout.", "ptx.", "demonstrations.", "environment.reply_loss_coef")
     assert all(key.startswith(known) for key in overrides.keys() - SMALL.keys() - {"run.dir"})
     if overrides.get("grpo.scale") == "mean":  # for rewards of 0 or more
         overrides["reward"] = [{"source": "unique_chars"}]
@@ -84,8 +96,12 @@ def test_the_settings_of_an_entry_load_and_train_two_steps(row: Row, tmp_path: P
         monkeypatch.chdir(tmp_path)
         rows = [json.dumps({"prompt": prompt, "completion": " goes on"}) for prompt in PROMPTS]
         (tmp_path / "demonstrations.jsonl").write_text("\n".join(rows))
+    inputs = Inputs(prompts=PROMPTS)
+    if overrides.keys() & {"grpo.turn_advantages", "environment.reply_loss_coef"}:
+        inputs = Inputs(prompts=PROMPTS, environment_factory=Echo)
+        overrides |= {"environment.max_turns": 3, "reward": [ENVIRONMENT_REWARD]}
     recipe = load_recipe(row.trainer, overrides=overrides).recipe
-    result = run(recipe, Inputs(prompts=PROMPTS), progress=False)
+    result = run(recipe, inputs, progress=False)
     assert len(result.metrics) == 2
     assert all(math.isfinite(value) for metrics in result.metrics for value in metrics.values())
     assert result.metrics[0]["updates"] >= 1

@@ -13,8 +13,10 @@ import pytest
 from tunesmith import train
 from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
-from tunesmith.engine.batch.rollout import StopReason
-from tunesmith.learn.environments.contract import Reply, Said
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Completion, Group, StopReason, Trajectory, Turn
+from tunesmith.learn.environments.contract import Reply, Said, ToolEpisode
+from tunesmith.learn.trainers.grpo import turn_states
 from tunesmith.observe.reports.text import answer_text
 from tunesmith.train import RunResult
 
@@ -99,11 +101,33 @@ def test_workers_draw_the_same_trajectories(tmp_path) -> None:
     assert digest(once) == digest(both)
 
 
-def test_turns_are_compared_with_those_of_the_same_place(tmp_path) -> None:
-    whole = run("grpo", tmp_path / "whole")
-    turns = run("grpo", tmp_path / "turns", **{"grpo.turn_advantages": True})
-    assert whole.metrics[0]["reward"] == turns.metrics[0]["reward"]
-    assert digest(whole) != digest(turns)
+def test_turns_are_compared_by_their_place_or_by_their_state(tmp_path) -> None:
+    given = ("none", False, "place", True, "anchor")
+    runs = [run("grpo", tmp_path / str(one), steps=1, **{"grpo.turn_advantages": one}) for one in given]
+    assert len({one.metrics[0]["reward"] for one in runs}) == 1
+    none, off, place, on, anchor = map(digest, runs)
+    assert none == off and place == on and len({none, place, anchor}) == 3
+    assert 0 < runs[-1].metrics[0]["groups/anchored_turns"] <= 1
+    whole = run("grpo", tmp_path, steps=1, **{"grpo.turn_advantages": "anchor", "grpo.anchor_coef": 0.0})
+    assert digest(whole) == none
+
+
+def trajectory(*answers: str, rewards: Sequence[float | None]) -> Completion:
+    """A completion of turns of one token each, answered so."""
+    said: list[Mapping[str, object]] = []
+    for answer in (*answers, None):
+        said += [{"role": "assistant", "content": "a"}, *([{"role": "user", "content": answer}] if answer else [])]
+    turns = tuple(Turn(2 * place, 2 * place + 1, reward) for place, reward in enumerate(rewards))
+    logps = (0.0,) * (2 * len(rewards))
+    return Completion((1,) * len(logps), logps, logps, "a", "stop", trajectory=Trajectory(turns, said, "completed"))
+
+
+def test_turns_that_answer_the_same_have_the_same_state_in_their_group() -> None:
+    first = trajectory("left", "right", "left", rewards=(0, 0, 0, 1))
+    second = trajectory("right", rewards=(0, None))
+    groups = [Group(Prompt(name, "b"), (1,), (first, second), 0) for name in "cd"]
+    start, left, right = 0, 1, 2
+    assert turn_states(groups, 4).tolist() == [[[start, left, right, left], [start, right, 0, 0]]] * 2
 
 
 class TalksOnce(Talks):
@@ -153,6 +177,54 @@ def test_the_environments_reward_stands_beside_those_of_the_recipe_once(tmp_path
     assert names(config=str(tmp_path / "own.yaml")) == {"unique_chars", "environment"}
 
 
+class Silent(Talks):
+    """Gives nothing to trajectories that begin with some words, and breaks others, if told to."""
+
+    breaks = False
+
+    def step(self, said: Said) -> Reply:
+        self.is_odd = sum(map(ord, said.text)) % 2
+        if self.breaks and self.is_odd:
+            raise ValueError("odd")
+        return Reply(done=True)
+
+    def reward(self) -> float | None:
+        return None if self.is_odd else 0.25
+
+
+class Breaking(Silent):
+    breaks = True
+
+
+@pytest.mark.parametrize(("environment", "num_dropped"), [(Silent, 0), (Breaking, 1)])
+def test_a_trajectory_without_a_reward_has_the_others_alone_and_a_broken_one_none(
+    environment: type[Silent], num_dropped: int, tmp_path
+) -> None:
+    row = run("grpo", tmp_path, steps=1, environment_factory=environment).metrics[0]
+    beside = {"environment_factory": environment, "reward": lambda completions, **_: [2.0] * len(completions)}
+    both = run("grpo", tmp_path, steps=1, **beside).metrics[0]
+    assert row["rewards/num_dropped"] > 0 and row["reward"] == 0.25, "nothing applies to the others"
+    assert both["rewards/num_dropped"] == num_dropped * row["rewards/num_dropped"]
+    assert both["rewards/environment/mean"] == 0.25 and both["rewards/<lambda>/mean"] == 2.0
+    assert (both["reward"] == 2.25) == (environment is Breaking)
+
+
+def test_without_get_reward_an_episode_is_worth_what_its_turns_earned() -> None:
+    class Shop:
+        def reset(self, **row: object) -> None:
+            return None
+
+    class Judged(Shop):
+        def get_reward(self) -> float | None:
+            return None
+
+    assert [ToolEpisode(one, [], lambda result: result).reward() for one in (Shop(), Judged(), None)] == [
+        0.0,
+        None,
+        0.0,
+    ]
+
+
 def test_what_a_run_was_given_must_be_given_again(tmp_path) -> None:
     class Other(Talks):
         def reward(self) -> float | None:
@@ -161,6 +233,13 @@ def test_what_a_run_was_given_must_be_given_again(tmp_path) -> None:
     first = run("grpo", tmp_path, steps=1)
     with pytest.raises(RunError, match="the environment"):
         train.resume(first.run_dir, prompts=["a", "b", "c"], environment_factory=Other, steps=2, progress=False)
+
+
+def test_a_run_with_a_reward_of_its_own_is_resumed_with_both(tmp_path) -> None:
+    given = {"reward": lambda completions, **_: [1.0] * len(completions), "environment_factory": Talks}
+    first = run("grpo", tmp_path, steps=1, **given)
+    again = train.resume(first.run_dir, prompts=["a", "b", "c"], steps=2, progress=False, **given)
+    assert {"rewards/<lambda>/mean", "rewards/environment/mean"} <= again.metrics[-1].keys()
 
 
 def test_episodes_are_closed_when_the_run_ends(tmp_path) -> None:
@@ -206,3 +285,14 @@ def test_the_report_shows_turns_calls_and_rewards(tmp_path) -> None:
     assert row["stop_reason"] in get_args(StopReason)
     text = answer_text(row)
     assert "[reward " in text and f"[ended: {row['stop_reason']}]" in text
+
+
+def test_the_reward_of_a_factory_has_an_origin_and_the_recipe_s_own_keep_theirs(tmp_path) -> None:
+    (tmp_path / "own.yaml").write_text("reward: unique_chars\n")
+    result = run("grpo", tmp_path, steps=1, config=str(tmp_path / "own.yaml"))
+    origins = json.loads((result.run_dir / "provenance.json").read_text())
+    assert origins["reward.0.source"].startswith("file ") and origins["reward.1.source"] == (
+        "argument environment_factory"
+    )
+    alone = json.loads((run("grpo", tmp_path, steps=1).run_dir / "provenance.json").read_text())
+    assert alone["reward.0.source"] == "argument environment_factory" and "reward.1.source" not in alone

@@ -16,6 +16,7 @@ from tunesmith.engine.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 from tunesmith.engine.models.tokenizer import (
     PreTrainedTokenizerBase,
     decode,
+    encode_completed,
     encode_demonstration,
     encode_pair_side,
     encode_prompt,
@@ -203,3 +204,84 @@ def test_trl_marks_the_same_tokens_in_its_templates_with_tags(name: str) -> None
     assert set(ours) <= set(theirs)
     assert not decode(tokenizer, extra).strip()
     assert len(extra) <= 2 * 2
+
+
+CALLED: tuple[Message, ...] = (
+    {"role": "user", "content": "What is 6 times 7?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "multiply", "arguments": {"a": 6, "b": 7}}}],
+    },
+    {"role": "tool", "name": "multiply", "content": "42"},
+    {"role": "assistant", "content": "It is 42."},
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "description": "Multiply.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+WITH_TOOLS = ("qwen2_5", "qwen3_instruct_2507", "llama3_1")
+
+
+def of_trl(name: str) -> PreTrainedTokenizerBase:
+    pytest.importorskip("trl", reason="needs TRL, which has the templates of published models")
+    by_name = {path.name.removesuffix("_training.jinja"): path for path in _templates()}
+    folder = next(iter(by_name.values())).parent
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+    special = sorted(set(re.findall(r"<\|[\w]+\|>", tokenizer.chat_template)))
+    tokenizer.add_special_tokens({"additional_special_tokens": special})  # type: ignore[arg-type]
+    tokenizer.eos_token = "<|im_end|>" if "<|im_end|>" in special else "<|eot_id|>"
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_of_a_completion_of_several_turns_the_replies_are_between_what_is_said(name: str) -> None:
+    """The ids are those of TRL's DPO trainer, which counts the replies in the log-probs of a completion too."""
+    tokenizer = of_trl(name)
+    found = encode_completed(tokenizer, Prompt("1", CALLED[:1], {"tools": TOOLS}), CALLED[1:])
+    theirs = [
+        tokenizer.apply_chat_template([dict(one) for one in part], tools=TOOLS, return_dict=False, **options)
+        for part, options in ((CALLED[:1], {"add_generation_prompt": True}), (CALLED, {}))
+    ]
+    assert found.prompt_ids == tuple(theirs[0])
+    assert found.ids == tuple(theirs[1][: len(found.ids)])
+    assert not decode(tokenizer, theirs[1][len(found.ids) :]).strip()
+    (between,) = found.between
+    reply = tokenizer.decode(list(found.completion_ids[between.start : between.stop]))
+    said = (found.completion_ids[: between.start], found.completion_ids[between.stop :])
+    called, answered = (tokenizer.decode(list(ids)) for ids in said)
+    assert "42" in reply and "assistant" in reply and "multiply" not in reply
+    assert "multiply" in called and answered == f"It is 42.{tokenizer.eos_token}"
+    sft = encode_demonstration(
+        tokenizer, Demonstration(Prompt("1", CALLED[:1], {"tools": TOOLS}), CALLED[1:]), "assistant"
+    )
+    assert sft.ids == found.ids
+    begin = len(found.prompt_ids)
+    assert sft.spans == (range(begin, begin + between.start), range(begin + between.stop, len(found.ids)))
+
+
+def test_a_completion_may_begin_with_what_is_not_said() -> None:
+    tokenizer = of_trl("qwen2_5")
+    found = encode_completed(tokenizer, Prompt("1", CALLED[:2], {"tools": TOOLS}), CALLED[2:])
+    (between,) = found.between
+    assert between.start == 0
+    assert tokenizer.decode(list(found.completion_ids[between.stop :])) == "It is 42.<|im_end|>"
+
+
+def test_turns_of_weight_zero_are_context_alone() -> None:
+    tokenizer = byte_tokenizer()
+    first, last = ({**TALK[2], "weight": 0}, TALK[4]), (TALK[2], {**TALK[4], "weight": 0})
+    assert learnt_texts(tokenizer, alone((TALK[1], first[0], TALK[3], first[1]))) == ["Four.\n<|im_end|>"]
+    assert learnt_texts(tokenizer, alone((TALK[1], last[0], TALK[3], last[1]))) == ["Yo \U0001f600<|im_end|>"]
+    assert learnt_texts(tokenizer, alone((TALK[1], last[0], TALK[3], last[1])), "last") == []
+    unweighted = encode_demonstration(tokenizer, alone(TALK[1:]), "assistant")
+    assert encode_demonstration(tokenizer, alone((TALK[1], first[0], *TALK[3:])), "assistant").ids == unweighted.ids
+    with pytest.raises(DataError, match="weight 0, but loss_on is all"):
+        encode_demonstration(tokenizer, alone((TALK[1], first[0])), "all")

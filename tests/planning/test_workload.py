@@ -38,6 +38,14 @@ def test_demonstrations_are_learnt_and_not_drawn():
     assert more.stages["update"] > 1.5 * plain.stages["update"]
 
 
+def test_replies_are_one_more_pass_over_what_was_drawn():
+    environment = {"source": "./mine.py:Store"}
+    plain = step_of("grpo", environment=environment)
+    more = step_of("grpo", environment={**environment, "reply_loss_coef": 0.05})
+    assert more.stages["rollout"] == plain.stages["rollout"]
+    assert more.stages["update"] / plain.stages["update"] == pytest.approx(2, rel=0.1)
+
+
 def test_the_greedy_completions_of_a_baseline_are_drawn_and_not_learnt():
     plain, remax = (step_of("grpo", grpo__scale="none", grpo__baseline=one) for one in ("mean", "greedy"))
     assert remax.stages["rollout"] > plain.stages["rollout"]

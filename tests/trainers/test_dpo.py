@@ -228,6 +228,34 @@ def test_single_judgements_are_refused_by_losses_of_pairs(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_replies_between_the_turns_of_a_completion_have_no_share_in_its_log_prob(tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "Go."}],
+            "chosen": [
+                {"role": "assistant", "content": f"up {i}"},
+                {"role": "user", "content": "A door."},
+                {"role": "assistant", "content": "open"},
+            ],
+            "rejected": [{"role": "assistant", "content": f"down {i}"}],
+        }
+        for i in range(2)
+    ]
+    state = ready(dpo_recipe(tmp_path, pairs={"heldout_fraction": 0}), rows)
+    model = copy.deepcopy(state.policy.module).double()
+    for place, answer in enumerate(state.data.answers):
+        ids = [*answer.prompt_ids, *answer.completion_ids]
+        with torch.no_grad():
+            logp_SV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        logp_T = [logp_SV[at - 1, ids[at]].item() for at in range(len(answer.prompt_ids), len(ids))]
+        said = [logp for at, logp in enumerate(logp_T) if not any(at in part for part in answer.between)]
+        assert state.reference_A[place].item() == pytest.approx(math.fsum(said), abs=1e-3)
+        assert state.length_A[place].item() == len(said) and (len(said) < len(logp_T)) == (answer.between != ())
+    assert {len(answer.between) for answer in state.data.answers} == {0, 1}
+    num_said = sum(answer.num_said for answer in state.data.answers)
+    assert state.step(state.data.train).metrics["num_tokens"] == num_said
+
+
 def test_conversations_are_learnt_behind_the_opening_of_the_assistants_turn(tmp_path: Path) -> None:
     question = [{"role": "user", "content": "How was it?"}]
     rows = [

@@ -116,7 +116,7 @@ def test_of_many_completions_the_kept_are_compared_and_learnt(tmp_path: Path, by
     update = state.learner.update
     state.learner.update = lambda *given: seen.append(given) or update(*given)
     result = state.step(state.data.train, 0)
-    ((batch, _, drawn_per_row),) = seen
+    ((batch, _, drawn_per_row, _),) = seen
     expected, num_unused = [], 0
     for group in groups_of(result):
         shares = [low_share(one.token_ids) for one in group.completions]

@@ -1,5 +1,7 @@
-"""The term of supervised learning beside a policy's loss: its gradient, its order, and where it is refused."""
+"""Supervised learning beside a policy's loss: its gradient, its order, and where it is refused."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +9,15 @@ import pytest
 import torch
 from grpo_oracle import Recorder, double
 from grpo_steps import low_ids, moved_apart
-from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe
+from recipes import PROMPTS, Started, best_of_n_recipe, groups_of, grpo_recipe, online_dpo_recipe, ppo_recipe
 
 from tunesmith import train
 from tunesmith.base.config.load import load_recipe
+from tunesmith.base.config.recipe import ENVIRONMENT_REWARD
 from tunesmith.base.core.errors import ConfigError, DataError, InputError
+from tunesmith.learn.environments.contract import Reply, Said
 from tunesmith.learn.trainers.api import Inputs
+from tunesmith.learn.trainers.ptx import replied_sequences
 from tunesmith.learn.trainers.run import run
 
 ROWS = [
@@ -81,3 +86,87 @@ def test_a_term_without_demonstrations_is_refused_and_one_without_a_weight_is_na
         run(grpo_recipe(tmp_path), Inputs(prompts=PROMPTS, rewards=[low_ids], demonstrations=ROWS))
     with pytest.raises(InputError, match=r"demonstrations are given as rows and as demonstrations\.source"):
         train.grpo(demonstrations=ROWS, **{"demonstrations.source": "some.jsonl", "ptx.coef": 1.0})
+
+
+class Answers:
+    """Replies twice to what is said, in words that depend on it."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+
+    def reset(self, row: Mapping[str, object]) -> None:
+        self.num = 0
+
+    def step(self, said: Said) -> Reply:
+        self.num += 1
+        content = f"reply {sum(map(ord, said.text)) % 9}"
+        return Reply(({"role": "user", "content": content},), float(content[-1]), done=self.num > 2)
+
+    def reward(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class AnswersAlike(Answers):
+    def step(self, said: Said) -> Reply:
+        return replace(super().step(said), reward=1.0)
+
+
+def conversing(cfg: Any, environment: type[Answers] = Answers) -> Started:
+    state = Started(cfg, prompts=PROMPTS, environment_factory=environment)
+    moved_apart(state)
+    return state
+
+
+def recipe_with_replies(tmp_path: Path, make: Any = grpo_recipe, coef: float = 0.5, **sections: Any) -> Any:
+    given = {"max_turns": 3, "reply_loss_coef": coef}
+    return make(tmp_path, environment=given, reward=[ENVIRONMENT_REWARD], **sections)
+
+
+@pytest.mark.parametrize("environment", [Answers, AnswersAlike])
+def test_the_gradient_of_replies_is_that_of_their_likelihood(environment: type[Answers], tmp_path: Path) -> None:
+    """Also in a step whose rewards are all equal, so that nothing else is learnt."""
+    state, without = (conversing(recipe_with_replies(tmp_path, coef=coef), environment) for coef in (0.5, 0.0))
+    model, recorder, other = double(state.policy.module), Recorder(state), Recorder(without)
+    result = state.step(state.batch(0), 0)
+    without.step(without.batch(0), 0)
+    logps, texts = [], []
+    for group in groups_of(result):
+        for one in group.completions:
+            ids = [*group.prompt_token_ids, *one.token_ids]
+            logp_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            for turn in one.trajectory.turns:
+                for part in turn.replies:
+                    texts.append(state.tokenizer.decode(one.token_ids[part.start : part.stop]))
+                    places = [len(group.prompt_token_ids) + place for place in part]
+                    logps += [logp_TV[place - 1, ids[place]] for place in places]
+    assert len(texts) == 2 * 8 and {text[:-1] for text in texts} == {"reply "}
+    loss = -torch.stack(logps).mean()
+    (0.5 * loss).backward()
+    assert result.metrics["replies/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert bool(other.updates) == (environment is Answers)
+    before = other.updates[0].gradients if other.updates else {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gained = recorder.updates[0].gradients[name].double() - before.get(name, torch.zeros(())).double()
+            size = parameter.grad.abs().max().item()
+            torch.testing.assert_close(gained, parameter.grad, atol=1e-4 * size + 1e-7, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("make", [ppo_recipe, best_of_n_recipe, online_dpo_recipe])
+def test_every_algorithm_that_draws_learns_replies_each_once_in_an_epoch(make: Any, tmp_path: Path) -> None:
+    cfg = recipe_with_replies(tmp_path, make)
+    state = conversing(cfg)
+    result = state.step(state.batch(0), 0)
+    replied = replied_sequences(groups_of(result))
+    assert len(replied) == cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
+    updates = range(cfg.section.num_minibatches)
+    learnt = [one for update in updates for loss in state.losses_beside(0, update, replied) for one in loss.args[0]]
+    assert sorted(learnt, key=replied.index) == replied
+    assert 0 < result.metrics["replies/loss"] < 20
+
+
+def test_replies_without_an_environment_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no environment replies"):
+        run(grpo_recipe(tmp_path, environment={"reply_loss_coef": 0.1}), Inputs(prompts=PROMPTS, rewards=[low_ids]))

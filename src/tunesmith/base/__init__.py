@@ -1,1 +1,1 @@
-"""What every other part uses: errors, spans, seeds, records, the schema of recipes, run folders."""
+"""The parts that every other part uses: errors, spans, seeds, records, the schema of recipes, run folders."""

@@ -23,7 +23,7 @@ _log = get_logger(__name__)
 
 
 _ASKED = ("file ", "command line", "argument ", "Python")
-"""How the origins begin of values that somebody set for this run, rather than a default, a level or a shipped
+"""Beginnings of the origins of values that somebody set for this run, rather than a default, a level or a shipped
 recipe."""
 
 

@@ -77,7 +77,7 @@ class PtxSection(Section):
 
 
 class UpdateSection(Section):
-    """How often each rollout is learnt, and in which parts."""
+    """Updates of a rollout: their number, and their parts."""
 
     num_epochs: PositiveInt = 1
     """Passes over each rollout."""

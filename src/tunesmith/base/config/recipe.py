@@ -141,7 +141,7 @@ class SamplingRecipe(Recipe):
 
 
 ENVIRONMENT_REWARD = {"source": "environment", "on_error": "drop"}
-"""What an environment gave; a trajectory that broke has no reward."""
+"""The reward that an environment gave; a trajectory that broke has no reward."""
 
 
 class PolicyRecipe(SamplingRecipe):

@@ -379,7 +379,7 @@ BUILTIN_TOOLS = ("calculator", "search", "python")
 
 
 class EnvironmentSection(Section):
-    """What the policy talks to over several turns: an environment, tools, or both."""
+    """An environment, tools, or both, that the policy talks to over several turns."""
 
     SHORTHAND = "source"
 
@@ -405,6 +405,9 @@ class EnvironmentSection(Section):
     """Time limit of each call of the environment."""
     max_calls: PositiveInt = 64
     """Calls of environments that may run at a time."""
+    reply_loss_coef: NonNegative = 0.0
+    """Weight of the cross-entropy of what the environment replied, learnt beside the rewards (ECHO, Shrivastava et al.
+    2026, arXiv 2605.24517, who take 0.05); 0 is off."""
 
     @property
     def is_given(self) -> bool:

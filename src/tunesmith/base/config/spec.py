@@ -1,4 +1,4 @@
-"""What the rest of the program knows of an algorithm: a `Spec`, and the `Passes` of one of its steps.
+"""The facts of an algorithm for the rest of the program: a `Spec`, and the `Passes` of one of its steps.
 
 Nothing here imports torch: command line, plans, estimates, diagnosis and pages read it.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tunesmith.base.config.policy_sections import KLSection
-from tunesmith.base.config.recipe import PtxRecipe, Recipe, SamplingRecipe
+from tunesmith.base.config.recipe import PolicyRecipe, PtxRecipe, Recipe, SamplingRecipe
 from tunesmith.base.config.rules import Rule
 from tunesmith.base.config.sections import RolloutSection
 
@@ -20,12 +20,12 @@ class Draws(Protocol):
 
     @property
     def rollout(self) -> RolloutSection:
-        """How completions are drawn."""
+        """The settings of drawing completions."""
         ...
 
     @property
     def section(self) -> Any:
-        """How they are learnt."""
+        """The settings of learning them."""
         ...
 
 
@@ -37,7 +37,8 @@ class Passes:
     steps each, with `micro_batch_size` rows in a forward and backward pass. `old_policy` and `reference` are forward
     passes of those models before the update, over the rows that are learnt or, with `scores_all`, over all;
     `num_teachers` models compute each row that is learnt, in each epoch. Each update learns `num_demonstrations` rows
-    that were not drawn. A `separate` critic scores all rows, and is trained as the policy is.
+    that were not drawn; `num_replied` rows are learnt once more in each epoch, for what an environment replied. A
+    `separate` critic scores all rows, and is trained as the policy is.
     """
 
     num_rows: int
@@ -50,6 +51,7 @@ class Passes:
     scores_all: bool = False
     num_teachers: int = 0
     num_demonstrations: int = 0
+    num_replied: int = 0
     critic: Critic = "none"
 
     @property
@@ -90,6 +92,7 @@ class Passes:
             scores_all=isinstance(kl, KLSection) and kl.place == "reward",
             num_teachers=num_teachers,
             num_demonstrations=cfg.ptx.num_learnt if isinstance(cfg, PtxRecipe) else 0,
+            num_replied=num_rows * (isinstance(cfg, PolicyRecipe) and cfg.environment.reply_loss_coef > 0),
             critic=critic,
         )
 

@@ -1,4 +1,4 @@
-"""What brings a package that a plain `pip install tunesmith` does not."""
+"""The extra or command that brings a package that a plain `pip install tunesmith` does not."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What people call a run: a name, a note and tags, in a file of its folder. The folder keeps its own name."""
+"""Labels that people give a run: a name, a note and tags, in a file of its folder. The folder keeps its own name."""
 
 import json
 import os

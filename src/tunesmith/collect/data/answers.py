@@ -21,11 +21,18 @@ from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, encode_co
 class Answer:
     """A prompt and one completion of it, which ends with the end-of-sequence token.
 
-    Example: prompt `Hi` and completion `a` give `prompt_ids=(72,)`, `completion_ids=(97, 2)`.
+    Example: prompt `Hi` and completion `a` give `prompt_ids=(72,)`, `completion_ids=(97, 2)`. `between` are the ranges
+    of `completion_ids` that are not the model's, such as results of tools.
     """
 
     prompt_ids: TokenIds
     completion_ids: TokenIds
+    between: tuple[range, ...] = ()
+
+    @property
+    def num_said(self) -> int:
+        """Tokens that are the model's."""
+        return len(self.completion_ids) - sum(map(len, self.between))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +83,14 @@ class AnswerTable:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBatch:
-    """B answers as padded rows, those of one prompt side by side; `answer_B` are their places."""
+    """B answers as padded rows, those of one prompt side by side; `answer_B` are their places. `mask_BT` is true for
+    the completion tokens that are the model's.
+    """
 
     ids_BS: torch.Tensor
     lengths_B: torch.Tensor
     prompt_lengths_B: torch.Tensor
+    mask_BT: torch.Tensor
     answer_B: torch.Tensor
 
 
@@ -90,7 +100,10 @@ def collate_answers(answers: Sequence[Answer], places: Iterable[int]) -> AnswerB
     chosen = [answers[place] for place in order]
     ids_BS, lengths_B = pad_right([(*one.prompt_ids, *one.completion_ids) for one in chosen], 0)
     prompt_lengths_B = torch.tensor([len(one.prompt_ids) for one in chosen])
-    return AnswerBatch(ids_BS, lengths_B, prompt_lengths_B, torch.tensor(order))
+    mask_BT = torch.arange(int((lengths_B - prompt_lengths_B).max()))[None, :] < (lengths_B - prompt_lengths_B)[:, None]
+    for row, part in ((row, part) for row, one in enumerate(chosen) for part in one.between):
+        mask_BT[row, part.start : part.stop] = False
+    return AnswerBatch(ids_BS, lengths_B, prompt_lengths_B, mask_BT, torch.tensor(order))
 
 
 def in_order(answers: Sequence[Answer], places: Iterable[int]) -> list[int]:
@@ -188,7 +201,9 @@ def with_mismatched(
         following = (circle[(position + step) % len(circle)] for step in range(1, len(circle)))
         other = next((answer for answer in following if answer.prompt_ids != prompt_ids), None)
         if other is not None:
-            mixed = Answer(prompt_ids, other.completion_ids[: max_tokens - len(prompt_ids)])
+            num = max_tokens - len(prompt_ids)
+            between = (range(part.start, min(part.stop, num)) for part in other.between if part.start < num)
+            mixed = Answer(prompt_ids, other.completion_ids[:num], tuple(between))
             found[index] = replace(labels[index], mismatched=table.place(mixed))
     return found
 
@@ -199,7 +214,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion
     Raises DataError if the chat template refuses it, or if there is neither a prompt nor a begin-of-sequence token.
     """
     found = encode_completed(tokenizer, prompt, completion)
-    return Answer(found.prompt_ids, found.completion_ids)
+    return Answer(found.prompt_ids, found.completion_ids, found.between)
 
 
 def fitting(answers: Sequence[Answer], names: Sequence[str], limit: TokenLimit) -> list[Answer]:

@@ -103,7 +103,7 @@ def _parsed(source: str | Path, parse: Callable[[Row], T]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """What one user answered to one question."""
+    """The answer of one user to one question."""
 
     value: object
     user: object

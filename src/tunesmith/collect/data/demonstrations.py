@@ -29,9 +29,9 @@ def load_demonstrations(
 
     `source` is anything that `data.sources` reads, a list of rows, texts or records, or a table (`tables.as_rows`). A
     row has `completion` (text, or messages that end with the assistant) with the `prompt` that it answers; or
-    `messages`, of which what follows the last turn of the assistant is left out; or `text`. A completion in text
-    answers a conversation as the assistant. Other columns are kept in `prompt.columns`. Bad rows and errors as in
-    `sources.parse_rows`.
+    `messages`, of which what follows the last turn of the assistant is left out; or `text`. A turn of `weight` 0 is not
+    learnt. A completion in text answers a conversation as the assistant. Other columns are kept in `prompt.columns`.
+    Bad rows and errors as in `sources.parse_rows`.
     """
     if isinstance(source, str) and source == "":
         raise DataError(
@@ -84,7 +84,8 @@ def _as_demonstration(row: Row) -> Demonstration:
         if source is None:
             raise RowError(f"`completion` without the `prompt` that it answers; name it `{TEXT}`", "missing column")
         prompt, answers = without_prompt(
-            content_of(row, source), {"completion": as_completion(columns["completion"], "completion")}
+            content_of(row, source),
+            {"completion": as_completion(columns["completion"], "completion", has_weights=True)},
         )
         completion = answers["completion"]
         if isinstance(prompt, str) and not isinstance(completion, str):
@@ -92,7 +93,7 @@ def _as_demonstration(row: Row) -> Demonstration:
                 f"`{source}` is text but `completion` is a list of messages; give all columns in one form", "wrong type"
             )
     elif MESSAGES in columns:
-        completion = _up_to_the_last_answer(as_content(columns[MESSAGES], MESSAGES))
+        completion = _up_to_the_last_answer(as_content(columns[MESSAGES], MESSAGES, has_weights=True))
         if not _begins_with(columns.get("prompt"), completion):
             raise RowError(
                 f"`prompt` is no part of `{MESSAGES}`, which holds whole conversations; remove one of them, or give "
@@ -120,4 +121,4 @@ def _up_to_the_last_answer(content: Text) -> Text:
     answers = [index for index, message in enumerate(content) if message["role"] == "assistant"]
     if not answers:
         raise RowError(f"`{MESSAGES}` has no turn of the assistant, so there is nothing to learn", "empty")
-    return as_completion(content[: answers[-1] + 1], MESSAGES)
+    return as_completion(content[: answers[-1] + 1], MESSAGES, has_weights=True)

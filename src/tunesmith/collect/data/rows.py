@@ -249,8 +249,10 @@ _USERS, _ASSISTANTS = ("human", "prompter"), ("gpt", "bot", "model", "ai")
 """Other names of two roles, in lower case."""
 
 
-def as_content(value: object, column: str) -> Text:
-    """The text itself, or the messages as a tuple. Raises RowError if it is neither, or is empty."""
+def as_content(value: object, column: str, *, has_weights: bool = False) -> Text:
+    """The text itself, or the messages as a tuple. With `has_weights` turns of the assistant may have `weight`: 0 or 1,
+    as in OpenAI's format; 1 is left out. Raises RowError if it is neither, or is empty.
+    """
     if isinstance(value, str):
         if not value.strip():
             raise RowError(f"`{column}` is empty", "empty")
@@ -260,12 +262,16 @@ def as_content(value: object, column: str) -> Text:
     messages = cast(Sequence[object], value)
     if not messages:
         raise RowError(f"`{column}` is an empty list; give at least one message", "empty")
-    return tuple(_as_message(message, f"{column}[{index}]") for index, message in enumerate(messages))
+    return tuple(
+        _as_message(message, f"{column}[{index}]", has_weights=has_weights) for index, message in enumerate(messages)
+    )
 
 
-def as_completion(value: object, column: str) -> Text:
-    """A completion: text, or messages that end with the assistant, and whose last message says something."""
-    content = as_content(value, column)
+def as_completion(value: object, column: str, *, has_weights: bool = False) -> Text:
+    """A completion: text, or messages that end with the assistant, and whose last message says something; `has_weights`
+    as of `as_content`.
+    """
+    content = as_content(value, column, has_weights=has_weights)
     if isinstance(content, str):
         return content
     if content[-1]["role"] != "assistant":
@@ -275,7 +281,7 @@ def as_completion(value: object, column: str) -> Text:
     return content
 
 
-def _as_message(value: object, place: str) -> Message:
+def _as_message(value: object, place: str, *, has_weights: bool) -> Message:
     if not isinstance(value, Mapping):
         found = f"`{place}` is {kind_of(value)}"
         raise RowError(f'{found}; a message is {{"role": "user", "content": "..."}}', "wrong type")
@@ -288,13 +294,7 @@ def _as_message(value: object, place: str) -> Message:
             found = kind_of(fields[name]) if name in fields else "missing"
             hint = ", such as the text of its parts; pictures are not trained on" if found == "a list" else ""
             raise RowError(f"`{place}`: `{name}` is {found}; it must be text{hint}", "wrong type")
-    role = str(fields["role"])
-    if role not in ROLES:
-        close = difflib.get_close_matches(role, ROLES, n=1)
-        guess = close[0] if close else None
-        guess = "user" if role.lower() in _USERS else "assistant" if role.lower() in _ASSISTANTS else guess
-        hint = f"; did you mean {guess!r}?" if guess else ""
-        raise RowError(f"`{place}`: role {role!r} is unknown, allowed are {', '.join(ROLES)}{hint}")
+    role = _role(str(fields["role"]), place)
     message: dict[str, object] = {}
     for name, item in fields.items():
         if isinstance(item, str):
@@ -303,9 +303,24 @@ def _as_message(value: object, place: str) -> Message:
             message[name] = calls
         elif name == "tool_calls" and item == []:
             continue
+        elif name == "weight" and has_weights and item is not None:
+            if role != "assistant" or item not in (0, 1):
+                raise RowError(f"`{place}`: `weight` is {item!r}; turns of the assistant have 0 (not learnt) or 1")
+            message |= {} if item else {name: 0}
         elif item is not None:  # exports write null for fields that a message does not use
             raise RowError(f"`{place}`: `{name}` is {kind_of(item)}; only text fields are supported", "wrong type")
     return message
+
+
+def _role(role: str, place: str) -> str:
+    """`role`, if it is one. Raises RowError."""
+    if role in ROLES:
+        return role
+    close = difflib.get_close_matches(role, ROLES, n=1)
+    guess = close[0] if close else None
+    guess = "user" if role.lower() in _USERS else "assistant" if role.lower() in _ASSISTANTS else guess
+    hint = f"; did you mean {guess!r}?" if guess else ""
+    raise RowError(f"`{place}`: role {role!r} is unknown, allowed are {', '.join(ROLES)}{hint}")
 
 
 def _tool_calls(value: object, place: str) -> list[dict[str, object]]:

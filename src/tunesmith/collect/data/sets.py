@@ -123,7 +123,7 @@ class PreferenceSets(Sets[Encoded]):
 
     @property
     def learnt(self) -> Iterable[LearntSequence]:
-        """What a reward model reads of each completion; its last token has the reward, and alone is learnt from."""
+        """The sequence that a reward model reads of each completion; its last token alone is learnt from."""
         for item in self.train:
             for ids in item.sequences:
                 yield LearntSequence(item.prompt_id, ids, (range(len(ids) - 1, len(ids)),))

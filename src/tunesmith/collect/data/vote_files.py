@@ -54,7 +54,7 @@ _COLUMNS = frozenset(field.name for field in fields(ExportRow)) | {"messages", "
 
 
 Labels = Literal["drop", "votes", "gold"]
-"""What becomes of the preference in a file: raters are asked, it is a vote, or it is the known answer of a check."""
+"""Uses of the preference in a file: raters are asked, it is a vote, or it is the known answer of a check."""
 
 
 def read_for(
@@ -68,7 +68,7 @@ def read_for(
 
 
 def import_notes(done: Imported, labels: Labels, *, heldout: bool) -> list[str]:
-    """What else is to be said of an import, beside the numbers of new rows and of those that were there."""
+    """The notes on an import, beside the numbers of new rows and of those that were there."""
     notes: list[str] = []
     if done.num_changed:
         marks = " and ".join(name for name, is_on in (("gold", labels == "gold"), ("held out", heldout)) if is_on)

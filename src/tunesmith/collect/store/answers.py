@@ -304,7 +304,7 @@ def _imported(
 
 
 def _verdicts_on(connection: Connection, item_ids: Sequence[int]) -> dict[tuple[int, int], str | None]:
-    """What each rater says of each of the items that they were shown, without the side; None for no vote yet."""
+    """The verdict of each rater on each of the items that they were shown, without the side; None for no vote yet."""
     later = votes.alias()
     is_last = ~exists().where(later.c.presentation_id == votes.c.presentation_id, later.c.revision > votes.c.revision)
     joined = presentations.outerjoin(votes, (votes.c.presentation_id == presentations.c.id) & is_last)

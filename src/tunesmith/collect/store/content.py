@@ -54,7 +54,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def name_key(name: str) -> str:
-    """What two spellings of one name have in common: they differ in case, white space, invisible characters, or the
+    """The text that spellings of one name share, though they differ in case, white space, invisible characters, or the
     form that Unicode gives a letter (composed, full width).
     """
     if name.isascii():

@@ -127,7 +127,7 @@ class HandedOver:
             raise StoreError(f"{folder} cannot be written: {error.strerror or error}") from error
 
     def result(self, progress: OnProgress) -> Imported | None:
-        """What came of it, None while it is not done. Raises DataError with what the owner refused."""
+        """The outcome, None while it is not done. Raises DataError with what the owner refused."""
         told = _get(self._path.with_suffix(".progress"))
         if told:
             progress(int(told["num_done"]), int(told["num_all"]))

@@ -16,7 +16,7 @@ PreferenceName = Literal["much_better", "better", "tie", "both_bad"]
 """A verdict without its side."""
 
 Side = Literal["left", "right"]
-"""Where an answer was shown."""
+"""The side on which an answer was shown."""
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 PREFERENCE_NAMES: tuple[PreferenceName, ...] = get_args(PreferenceName)
@@ -159,7 +159,7 @@ class Presentation:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a rater said of what they were shown: a verdict with its reason, and a better answer if they wrote one.
+    """A rater's answer to what they were shown: a verdict with its reason, and a better answer if they wrote one.
 
     The verdict of a ranking is `ranked`, and `ranks[i]` the rank of the i-th answer shown.
     """

@@ -342,7 +342,7 @@ def import_into(
 
 
 def _result_of(request: HandedOver, path: Path, progress: OnProgress) -> Imported:
-    """What the owner of the database makes of `request`; if it ends before, this process is the next owner."""
+    """The outcome of `request` at the owner of the database; if it ends before, this process is the next owner."""
     began_s = time.monotonic()
     with ExitStack() as owned:
         while (done := request.result(progress)) is None:

@@ -174,7 +174,7 @@ async def _explain(request: Request, error: Exception) -> Response:
 
 
 async def _explain_refusal(request: Request, error: Exception) -> Response:
-    """What a route refuses, and files that there are not."""
+    """Answer what a route refuses, and files that there are not."""
     assert isinstance(error, HTTPException), "registered for this error alone"
     code, param = (error.code, error.param) if isinstance(error, RefusedError) else (None, None)
     return refusal(request, error.status_code, error.detail, error.headers, code, param)

@@ -109,7 +109,7 @@ class Conversation:
     drawings: list[Drawing] = field(default_factory=list[Drawing])
 
     def messages(self) -> list[dict[str, str]]:
-        """What the models read of the conversation, up to what the person said last."""
+        """The part of the conversation that the models read, up to what the person said last."""
         found: list[dict[str, str]] = []
         for turn in self.turns[self.first : -1]:
             found.append({"role": "user", "content": turn.text})

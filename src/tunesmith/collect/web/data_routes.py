@@ -131,7 +131,7 @@ def routers() -> tuple[APIRouter, ...]:
 
     @routes.get("/imports")
     def show() -> list[ImportState]:
-        """How far the latest imports are, oldest first."""
+        """The states of the latest imports, oldest first."""
         return imports.states()
 
     return routes, pages

@@ -123,7 +123,7 @@ class ResumeRequest(Request):
 
 
 class LabelsRequest(Request):
-    """What people call a run; empty values take a label away."""
+    """The names that people give a run; empty values take a label away."""
 
     title: Annotated[Storable, StringConstraints(max_length=MAX_TITLE, strip_whitespace=True)] = ""
     note: Annotated[Storable, StringConstraints(max_length=MAX_NOTE)] = ""

@@ -104,7 +104,7 @@ class _Inline(ParserInline):
 
 class _State(StateInline):
     def scanDelims(self, start: int, canSplitWord: bool) -> Scanned:
-        """Whether marks begin or end a style: only at the border of a word, so that `2*3*4` stays."""
+        """The run of marks, which begin or end a style only at the border of a word, so that `2*3*4` stays."""
         found = super().scanDelims(start, True)
         before = self.src[start - 1 : start] or " "
         after = self.src[start + found.length : start + found.length + 1] or " "

@@ -114,7 +114,7 @@ class PresentationReply(Reply):
 
 
 class AnsweredReply(Reply):
-    """What the rater said of a presentation. `ranks`, of a ranking alone, are from left to right; `written` is the
+    """The rater's answer to a presentation. `ranks`, of a ranking alone, are from left to right; `written` is the
     better answer that they wrote.
     """
 

@@ -134,7 +134,7 @@ def sessions() -> APIRouter:
 
 
 def votes() -> APIRouter:
-    """What a rater is asked and has said: `next`, `votes`, `progress`, `guidelines` under `/api/v1`."""
+    """The questions and answers of a rater: `next`, `votes`, `progress`, `guidelines` under `/api/v1`."""
     routes = APIRouter(prefix=API, tags=["votes"])
 
     @routes.get("/next")
@@ -154,7 +154,7 @@ def votes() -> APIRouter:
         count: Annotated[int, Query(ge=1, le=MAX_PREFETCH)] = MAX_PREFETCH,
         before: Annotated[str, Query(max_length=200)] = "",
     ) -> list[AnsweredReply]:
-        """What the caller said, newest first: votes, rankings and skips, which the routes of their presentation change.
+        """The caller's answers, newest first: votes, rankings and skips, which the routes of their presentation change.
         `before` is the token of the last presentation of the page before.
         """
         said = services.votes.reader.answered(caller.id, services.campaign().id, count, before)
@@ -175,7 +175,7 @@ def votes() -> APIRouter:
 
 
 def presentations() -> APIRouter:
-    """What a rater says of one presentation, and changes: `presentations/{token}/...` under `/api/v1`."""
+    """The answers to one presentation, and their changes: `presentations/{token}/...` under `/api/v1`."""
     routes = APIRouter(prefix=f"{API}/presentations/{{token}}", tags=["votes"])
 
     @routes.put("/vote")

@@ -130,7 +130,7 @@ class RunIndex(Closeable):
 
 
 def _words(facts: RunFacts) -> str:
-    """What a search looks in, in lower case."""
+    """The text that a search looks in, in lower case."""
     labels = facts.labels
     return " ".join((facts.name, facts.model, labels.title, labels.note, *labels.tags)).lower()
 

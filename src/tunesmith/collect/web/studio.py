@@ -100,7 +100,7 @@ class Studio(Closeable):
 
 
 def head(path: Path) -> Json:
-    """What changes by the press of a button: the state of the run in `path`, and what people call it."""
+    """The facts that change by the press of a button: the state of the run in `path`, and what people call it."""
     return {"status": run_status(path, read_recipe(path)), "labels": asdict(read_labels(path))}
 
 

@@ -67,7 +67,7 @@ def check(wanted: Wanted, allowed: Allowed) -> None:
 
 
 def presets(wanted: Wanted) -> dict[str, object]:
-    """What each key has that the run is not given, by its recipe and level; `required` for what it must be given."""
+    """The value of each key that is not given, by recipe and level; `required` for what must be given."""
     found: dict[str, object] = {key.path: key.default for key in leaves(RECIPES[wanted.algorithm])}
     given = {key: value for key, value in wanted.settings if key == "level" and value in LEVELS}
     with suppress(ConfigError):  # it lacks what is required

@@ -51,10 +51,11 @@ took too long, or raised."""
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model said at a time, `completion.token_ids[start:stop]`, and what the environment gave for it.
+    """A turn of the model, `completion.token_ids[start:stop]`, and what the environment gave for it.
 
     `reward` is None where it gave none. `reply_s` is the seconds that the reply took, `num_calls` the tool calls in the
-    turn, of which `num_failed` could not be read, or named no tool.
+    turn, of which `num_failed` could not be read, or named no tool. `replies` are the ranges of `token_ids` that hold
+    the contents of the reply, if they are learnt.
     """
 
     start: int
@@ -63,6 +64,7 @@ class Turn:
     reply_s: float = 0.0
     num_calls: int = 0
     num_failed: int = 0
+    replies: tuple[range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ class Trajectory:
     """A conversation with an environment, of which a completion has the ids.
 
     `turns` are those of this completion. `messages` follow the prompt: what the model said and what it was answered.
-    `reward` is what the environment gave for the whole and for all turns together; None if something broke, which
-    `error` names.
+    `reward` is what the environment gave for the whole and for all turns together; None if it gave nothing, or if
+    something broke, which `error` names.
     """
 
     turns: tuple[Turn, ...]

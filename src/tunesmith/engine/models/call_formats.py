@@ -26,7 +26,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a turn says: `content` outside of its `calls`, and `thinking` where that is part of the format.
+    """The parts of a turn: `content` outside of its `calls`, and `thinking` where that is part of the format.
 
     `malformed`: what is wrong with a call, None if nothing is; then there are no calls.
     """
@@ -38,7 +38,7 @@ class Parsed:
 
 
 class MalformedCallError(Exception):
-    """What is wrong with a call, in words for the model."""
+    """An error in a call, in words for the model."""
 
 
 Parser = Callable[[str, Sequence[Tool]], Parsed]
@@ -227,7 +227,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 _WORDS = {"True": True, "False": False, "None": None}
-"""How templates write values that are no text: as Python does."""
+"""Values that are no text, as templates write them: as Python does."""
 
 
 def _gemma_call(rest: str) -> tuple[tuple[str, Mapping[str, Any], str], int]:
@@ -285,7 +285,7 @@ def _separated(text: str, place: int, end: str) -> int:
 
 
 def _behind(rest: str, place: int, close: str) -> int:
-    """Where `rest` goes on behind `close`, which is expected at `place`, behind space or none."""
+    """The place where `rest` goes on behind `close`, which is expected at `place`, behind space or none."""
     closed = re.compile(r"\s*" + re.escape(close)).match(rest, place)
     if closed is None:
         other = rest[place:].strip()[:40]

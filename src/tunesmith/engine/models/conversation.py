@@ -37,8 +37,8 @@ class TurnText:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What a template writes after the answer at the end of a conversation: `text`, of which a turn keeps `kept`, up to
-    its first special token `token_id`; None if there is none, or if the template refuses to say (not `is_known`).
+    """The text that a template writes after the last answer of a conversation: `text`, of which a turn keeps `kept`, up
+    to its first special token `token_id`; None if there is none, or if the template refuses to say (not `is_known`).
     """
 
     text: str
@@ -161,7 +161,7 @@ def joined(messages: Sequence[Message], answer: Sequence[Message], continues: bo
 
 
 def closing_of(tokenizer: PreTrainedTokenizerBase) -> Closing:
-    """What the chat template closes a turn with; empty without a template, or if it refuses the shortest prompts."""
+    """The end of a turn as the template writes it; empty without a template, or if it refuses the shortest prompts."""
     return _closing_of(tokenizer, str(tokenizer.chat_template)) if tokenizer.chat_template else Closing("", "", None)
 
 
@@ -201,7 +201,7 @@ def named_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, tuple[int, 
 
 
 def _opening(prompt: str, header: str) -> str:
-    """What a prompt opens the assistant's turn with beyond the `header` of one in a conversation, such as `<think>`."""
+    """The opening of the assistant's turn in a prompt beyond the `header` of one in a talk, such as `<think>`."""
     return prompt[len(header) :] if prompt.startswith(header) else ""
 
 
@@ -215,7 +215,7 @@ def _without(opening: str, content: str) -> str:
 
 
 def _around_probe(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, messages: Sequence[Message]) -> tuple[str, str]:
-    """What the template writes before and after the content of an answer to `messages`."""
+    """The texts that the template writes before and after the content of an answer to `messages`."""
     text = _rendered(tokenizer, prompt, (*messages, {"role": "assistant", "content": _PROBE}))
     header, found, closing = text.rpartition(_PROBE)
     if not found:
@@ -254,5 +254,6 @@ def _unstable(what: str, turn: int, num_messages: int) -> str:
     return (
         f"the chat template writes {what} turn {turn} of {num_messages} otherwise alone than inside of the "
         "conversation (some templates leave out earlier reasoning), so the assistant's tokens cannot be told apart; "
-        "learn the last turn alone (loss_on: last), everything (loss_on: all), or take another template"
+        "give the turns before the last one as the prompt, of a demonstration learn the last turn alone (loss_on: "
+        "last) or everything (loss_on: all), or take another template"
     )

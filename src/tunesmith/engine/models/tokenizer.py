@@ -42,12 +42,14 @@ class Completed:
     """A prompt and a completion as token ids: `prompt_ids` as an engine is given them, then those of the completion up
     to the token that closes it.
 
-    `is_verbatim`: the chat template writes the completion as it was given.
+    `is_verbatim`: the chat template writes the completion as it was given. `between`: the ranges of `completion_ids`
+    that are no turn of the assistant, such as results of tools.
     """
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     is_verbatim: bool = True
+    between: tuple[range, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -91,6 +93,8 @@ def encode_completed(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, complet
             ids = prompt_ids + ids
         return Completed(prompt_ids, ids[len(prompt_ids) :])
     prompt, before, answer = _with_tools(tokenizer, prompt, prompt.content, messages_of(completion))
+    if len(answer) > 1:
+        return _several_turns(tokenizer, prompt, before, answer)
     return _completed(tokenizer, prompt, before, answer, continues=is_continued(before))
 
 
@@ -148,10 +152,12 @@ def encode_demonstration(
 
     `loss_on` is `assistant` (the completion; of messages every assistant turn in it), `last` (the last such turn) or
     `all`. A turn includes the token that closes it. The first token of a sequence has no context and is never learnt.
-    Tools of the row, calls and results that the chat template does not know are said in plain turns (`tool_messages`).
+    Turns of `weight` 0 are not learnt. Tools of the row, calls and results that the chat template does not know are
+    said in plain turns (`tool_messages`).
 
     Raises:
-        DataError: the template refuses the messages, or the turns cannot be located in its text.
+        DataError: the template refuses the messages, or the turns cannot be located in its text; or a turn has weight
+            0, but `loss_on` is `all`.
         ModelError: there is no chat template.
     """
     prompt, completion = demonstration.prompt, demonstration.completion
@@ -160,15 +166,19 @@ def encode_demonstration(
         ids = encode_pair_side(tokenizer, prompt, completion)
         return LearntSequence(prompt.id, ids, (range(1 if loss_on == "all" else max(1, num_prompt), len(ids)),))
     before, answer = (() if isinstance(prompt.content, str) else prompt.content), messages_of(completion)
+    has_weight = [message.get("weight") != 0 for message in answer if message["role"] == "assistant"]
+    answer = tuple({name: field for name, field in message.items() if name != "weight"} for message in answer)
     prompt, before, answer = _with_tools(tokenizer, prompt, before, answer)
-    roles = [message["role"] for message in answer]
-    if loss_on == "assistant" and roles.count("assistant") > 1:
+    if loss_on == "assistant" and len(has_weight) > 1:
         text, spans = turns_text(tokenizer, prompt, before, answer)
         ids, learnt = _encode_parts(tokenizer, text, spans)
+        learnt = [span for span, is_learnt in zip(learnt, has_weight, strict=True) if is_learnt]
     else:
         found = _last_turn(tokenizer, prompt, before, answer)
-        ids, learnt = found.ids, [range(len(found.prompt_ids), len(found.ids))]
+        ids, learnt = found.ids, [range(len(found.prompt_ids), len(found.ids))] * has_weight[-1]
     if loss_on == "all":
+        if not all(has_weight):
+            raise DataError("a message has weight 0, but loss_on is all; learn the assistant (loss_on: assistant)")
         learnt = [range(len(ids))]
     spans = [range(max(1, span.start), span.stop) for span in learnt]
     return LearntSequence(prompt.id, ids, tuple(span for span in spans if span))
@@ -388,6 +398,20 @@ def _completed(
     whole = encode_rendered(tokenizer, turn.prompt + turn.answer)
     ids = prompt_ids + continuation(tokenizer, prompt_ids, whole, turn.answer)
     return Completed(prompt_ids, _closed(tokenizer, ids)[len(prompt_ids) :], turn.is_verbatim)
+
+
+def _several_turns(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, before: Sequence[Message], answer: Sequence[Message]
+) -> Completed:
+    """As `_completed`, of an answer of several messages."""
+    text, turns = turns_text(tokenizer, prompt, before, answer)
+    opened = prompt_text(tokenizer, prompt, before, continues=is_continued(before)) if before else ""
+    if not text.startswith(opened):
+        raise DataError("the chat template renders the prompt otherwise when such an answer follows; give it otherwise")
+    ids, (front, *said) = _encode_parts(tokenizer, text, [range(len(opened), len(opened)), *turns])
+    starts, stops = [0, *(part.stop - front.stop for part in said)], [part.start - front.stop for part in said]
+    between = tuple(range(start, stop) for start, stop in zip(starts, stops, strict=False) if start < stop)
+    return Completed(ids[: front.stop], ids[front.stop :], between=between)
 
 
 def _encode_parts(

@@ -38,7 +38,7 @@ _TOOL: Tool = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template knows of tools and of turns, and how its model writes calls and reasoning.
+    """The tools and turns that a chat template knows, and how its model writes calls and reasoning.
 
     `reasoning_field`: the field of a message that it writes as reasoning, if any. `opens`, `closes`: the texts around
     reasoning.
@@ -73,7 +73,7 @@ def schema_of(function: Callable[..., Any]) -> Tool:
 
 
 def traits_of(tokenizer: PreTrainedTokenizerBase) -> TemplateTraits:
-    """What the tokenizer's chat template knows. Raises ModelError without a template."""
+    """The traits of the tokenizer's chat template. Raises ModelError without a template."""
     if not tokenizer.chat_template:
         raise ModelError(
             "the tokenizer has no chat template, so that a conversation has no text; take an instruction-tuned model"
@@ -244,7 +244,7 @@ def _calling(*names: str) -> Turn:
 
 
 class _Writes:
-    """Whether the template writes messages that have the probe in them, and writes the probe."""
+    """True, called with messages that have the probe, if the template writes them with it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer

@@ -6,9 +6,12 @@ rendered again: their text has other tokens, other spaces inside of a call, and 
 A template that leaves out what was there before (earlier reasoning, as a rule) begins another sequence.
 """
 
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -75,8 +78,8 @@ class _Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """What the template writes: for the prompt of a turn, with its answer as the last message, and up to the prompt of
-    the `next` turn.
+    """The template's texts: for the prompt of a turn, with its answer as the last message, and up to the prompt of the
+    `next` turn.
     """
 
     prompt: str
@@ -122,6 +125,62 @@ def next_turn(
     if suffix is None and not _has_reasoning(traits, texts, sampled):
         suffix = _behind_probe(tokenizer, prompt, conversation, new_messages, texts, sampled, ends)
     return None if suffix is None else _encoded(tokenizer, sampled, suffix)
+
+
+def reply_ranges(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    conversation: Sequence[Turn],
+    new_messages: Sequence[Turn],
+    ids: Sequence[int],
+) -> tuple[range, ...]:
+    """The ranges of `ids`, which `next_turn` gave for the `new_messages` behind the `conversation`, that hold contents
+    of these messages and nothing of the template; without white space at their ends.
+
+    A content's place is that of a probe in the same text, so that a template may write it as JSON. There are none if
+    the template leaves messages out, and none for an empty content.
+    """
+
+    def written(messages: Sequence[Turn]) -> str:
+        return prompt_text(tokenizer, prompt, as_template_takes(tokenizer, messages), continues=False)
+
+    probes = [{**message, "content": f"{_PROBE}{place}."} for place, message in enumerate(new_messages)]
+    parts = re.split(rf"{_PROBE}\d+\.", written((*conversation, *probes)))
+    before, *behind = (_without_spaces(part) for part in parts)
+    whole = _without_spaces(written((*conversation, *new_messages)))
+    lengths = _lengths(tokenizer, ids)
+    first = len(whole) - lengths[-1]
+    if len(behind) != len(new_messages) or not whole.startswith(before):
+        return ()
+    ranges: list[range] = []
+    place, last = len(before), len(whole) - len(behind[-1])
+    for number, (message, following) in enumerate(zip(new_messages, behind, strict=True), start=1):
+        content = _without_spaces(str(message["content"]))
+        end = last if number == len(behind) else whole.find(following, place)
+        if number < len(behind) and whole.startswith(content + following, place):
+            end = place + len(content)
+        ranges.append(_within(lengths, place - first, end - first))
+        place = end + len(following)
+    return tuple(part for part in ranges if part)
+
+
+def _without_spaces(text: str) -> str:
+    """`text` without white space, of which decoders show more or less than was encoded."""
+    return "".join(text.split())
+
+
+def _lengths(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """The characters, without white space, of the first 0, 1, 2, ... of `ids`: whole ones, for ids within a character
+    are shown as other ones.
+    """
+    shown = (decode_marked(tokenizer, ids[:num]).rstrip("\ufffd") for num in range(len(ids) + 1))
+    return list(accumulate(map(len, map(_without_spaces, shown)), max))
+
+
+def _within(lengths: Sequence[int], start: int, stop: int) -> range:
+    """The ids that lie in the characters `start` to `stop`; the first and the last are more than white space."""
+    begins, ends = ((bisect_left(lengths, at), bisect_right(lengths, at) - 1) for at in (start, stop))
+    return range(max(begins), min(ends))
 
 
 def parse_answer(
@@ -177,7 +236,7 @@ def _texts(
 
 
 def _where_written(texts: _Texts, sampled: _Sampled) -> str | None:
-    """What follows the sampled turn where the template writes it as it was sampled."""
+    """The text behind the sampled turn where the template writes it as it was sampled."""
     written = texts.prompt + sampled.body + sampled.end
     if texts.next.startswith(written):
         return texts.next[len(written) :]
@@ -210,7 +269,7 @@ def _has_reasoning(traits: TemplateTraits, texts: _Texts, sampled: _Sampled) -> 
 def _behind_answered(
     tokenizer: PreTrainedTokenizerBase, texts: _Texts, sampled: _Sampled, ends: Collection[int]
 ) -> str | None:
-    """What follows the sampled turn where the template writes the answer the same with and without new messages."""
+    """The text behind the sampled turn where the template writes the answer the same with and without new messages."""
     kept, token = _kept(tokenizer, texts.answered, ends)
     if not kept.startswith(texts.prompt) or not texts.next.startswith(kept):
         return None
@@ -226,8 +285,8 @@ def _behind_probe(
     sampled: _Sampled,
     ends: Collection[int],
 ) -> str | None:
-    """What follows the sampled turn where the template writes an answer that is the last message otherwise than others,
-    and nothing can have been left out (Qwen 3 puts an empty `<think>` before an answer without reasoning).
+    """The text behind the sampled turn where the template writes an answer that is the last message otherwise than
+    others, and nothing can have been left out (Qwen 3 puts an empty `<think>` before an answer without reasoning).
 
     It is what follows another answer, which is found in the text.
     """
@@ -362,7 +421,7 @@ def _parsed(traits: TemplateTraits, prompt: str, text: str, tools: Sequence[Tool
 
 
 def _opening(traits: TemplateTraits, prompt: str) -> str:
-    """What a prompt ends with that opens the reasoning: `<think>` and white space; empty if it does not."""
+    """The end of a prompt that opens the reasoning: `<think>` and white space; empty if it does not."""
     if traits.parser is parse_harmony or not prompt.rstrip().endswith(traits.opens.rstrip()):
         return ""
     return prompt[prompt.rindex(traits.opens.rstrip()) :]

@@ -57,7 +57,7 @@ class Continuation:
 
 
 Reply = Future[Continuation | None]
-"""What a turn is continued with, None if it was the last, once that is known."""
+"""The continuation of a turn, None if it was the last, once that is known."""
 
 OnTurn = Callable[[int, Completion], Reply]
 """Called with (index of the prompt, the turn) when a turn ends. It must return at once, and its future must end."""
@@ -65,7 +65,7 @@ OnTurn = Callable[[int, Completion], Reply]
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """How conversations go on: `on_turn` is given each turn, and replies. At most `max_tokens` stand behind the first
+    """Conversations of several turns: `on_turn` is given each, and replies. At most `max_tokens` stand behind the first
     prompt of a conversation, replies included. `first` has the limit of each first turn, at least that of the call's
     sampling; None if that is all.
     """

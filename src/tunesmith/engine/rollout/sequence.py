@@ -247,7 +247,7 @@ class Sequence:
         return self.finish_reason is not None
 
     def _found(self) -> int | None:
-        """Where the text is cut, if the last token completed a stop string."""
+        """The place to cut the text, if the last token completed a stop string."""
         assert self._search is not None
         cut = self._search.find(self.token_ids)
         marked = self._marked_search.find(self.token_ids) if self._marked_search else None

@@ -163,6 +163,51 @@ def group_relative(
     return GroupAdvantages(advantage_PG, varies_P1[:, 0])
 
 
+class StateAdvantages(NamedTuple):
+    """Advantages of turns, 0 where there is no turn; and whether another turn of the group has the same state."""
+
+    advantage_PGK: Tensor
+    is_shared_PGK: Tensor
+
+
+def among_states(
+    reward_PGK: Tensor,
+    state_PGK: Tensor,
+    has_turn_PGK: Tensor,
+    *,
+    discount: float,
+    baseline: Baseline = "mean",
+    scale: Scale = "group",
+) -> StateAdvantages:
+    """Advantage of each turn among the turns of its group that began in the same state, `[P, G, K]`: 0 for a turn whose
+    state no other has.
+
+    The advantage of a step in GiGPO (Feng et al. 2025, arXiv 2505.10978, section 4.2): the discounted return of turn k,
+    the sum of `discount`^(l - k) times the reward of each turn l from k on, compared by `group_relative` with those of
+    all turns that have its number in `state_PGK`. A trajectory may come to a state several times. `has_turn_PGK` is
+    true for the turns that there are, which are the first ones of their row. Raises `InputError` if shapes differ.
+    """
+    check_shapes(reward_PGK=reward_PGK, state_PGK=state_PGK, has_turn_PGK=has_turn_PGK)
+    return_PGK = kept(reward_PGK.detach(), has_turn_PGK)
+    for k in reversed(range(return_PGK.shape[-1] - 1)):
+        return_PGK[..., k] += discount * return_PGK[..., k + 1]
+    prompt_PGK = torch.arange(len(state_PGK), device=state_PGK.device)[:, None, None].expand_as(state_PGK)
+    keys_N2 = torch.stack([prompt_PGK[has_turn_PGK], state_PGK[has_turn_PGK]], dim=1)
+    _, row_N, size_S = torch.unique(keys_N2, dim=0, return_inverse=True, return_counts=True)
+    order_N = row_N.argsort(stable=True)
+    first_N = (size_S.cumsum(0) - size_S)[row_N]  # where the turns of a state begin in their order
+    column_N = torch.empty_like(row_N).scatter(0, order_N, torch.arange(len(row_N), device=row_N.device)) - first_N
+    return_SM = return_PGK.new_zeros(len(size_S), max([1, *size_S.tolist()]))
+    return_SM[row_N, column_N] = return_PGK[has_turn_PGK]
+    is_there_SM = torch.zeros_like(return_SM, dtype=torch.bool)
+    is_there_SM[row_N, column_N] = True
+    found_SM = group_relative(return_SM, is_there_SM, baseline=baseline, scale=scale).advantage_PG
+    advantage_PGK, is_shared_PGK = torch.zeros_like(return_PGK), torch.zeros_like(has_turn_PGK)
+    advantage_PGK[has_turn_PGK] = found_SM[row_N, column_N]
+    is_shared_PGK[has_turn_PGK] = (size_S > 1)[row_N]
+    return StateAdvantages(advantage_PGK, is_shared_PGK)
+
+
 def length_reward(reward_PG: Tensor, length_PG: Tensor, valid_PG: Tensor) -> Tensor:
     """Reward of each completion for being short beside the others of its group, from -0.5 to 0.5, `[P, G]`.
 

@@ -72,7 +72,7 @@ class PolicyStats(Sums):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut(Sums):
-    """How many tokens there are, and how many of them the settings of the recipe leave out of the surrogate."""
+    """The number of tokens, and of those that the settings of the recipe leave out of the surrogate."""
 
     num_tokens: Tensor
     left_out: Tensor

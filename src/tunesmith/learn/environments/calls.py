@@ -23,8 +23,8 @@ class TimeLimitError(Exception):
 
 
 class Shared:
-    """What the calls of all episodes share: the time limit, one event loop, to which clients of services bind, and the
-    threads that hang.
+    """The state that the calls of all episodes share: the time limit, one event loop, to which clients of services
+    bind, and the threads that hang.
     """
 
     def __init__(self, timeout_s: float) -> None:

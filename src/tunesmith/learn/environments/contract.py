@@ -1,4 +1,4 @@
-"""What an environment is: TRL's `environment_factory` and `tools`, and what an episode of any kind looks like inside.
+"""The contract of an environment: TRL's `environment_factory` and `tools`, and an episode of any kind from inside.
 
 An environment as TRL 1.16 takes it is a class whose instances have `reset(**row) -> str | None` (its text is added to
 the last message of the prompt), public methods that are tools, and perhaps `get_reward() -> float`. Beyond that, one
@@ -28,7 +28,7 @@ GYM_METHODS = ("step", "seed")
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool may return in place of a text: its text, a reward for the turn, and whether the episode ends here.
+    """A tool's result in place of a text: its text, a reward for the turn, and whether the episode ends here.
 
     Example: `return ToolResult("You won.", reward=1.0, done=True)`.
     """
@@ -57,7 +57,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment answers to a turn. Without `messages`, or with `done`, the episode ends."""
+    """The answer of an environment to a turn. Without `messages`, or with `done`, the episode ends."""
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
@@ -84,7 +84,7 @@ class Episode(Protocol):
         ...
 
     def reward(self) -> float | None:
-        """The reward of the whole episode, None if there is none."""
+        """The reward of the whole episode, beside those of its turns; None if there is none."""
         ...
 
     def close(self) -> None:
@@ -165,9 +165,9 @@ class ToolEpisode:
         return bool(self._wait(done()) if callable(done) else done)
 
     def reward(self) -> float | None:
-        """See `Episode.reward`."""
+        """See `Episode.reward`. Without `get_reward` a trajectory is worth what its turns earned, perhaps nothing."""
         get_reward = getattr(self._environment, "get_reward", None)
-        return None if get_reward is None else self._wait(get_reward())
+        return 0.0 if get_reward is None else self._wait(get_reward())
 
     def close(self) -> None:
         """See `Episode.close`."""
@@ -195,7 +195,7 @@ def accepted(function: Callable[..., Any], arguments: Mapping[str, object]) -> d
 
 
 def text_of(content: object) -> str:
-    """What a tool returned, as the text that the model reads."""
+    """The result of a tool, as the text that the model reads."""
     if isinstance(content, dict | list):
         with contextlib.suppress(TypeError, ValueError):
             return json.dumps(content, ensure_ascii=False)

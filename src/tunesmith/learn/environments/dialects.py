@@ -31,7 +31,7 @@ Functions = Sequence[Callable[..., Any]]
 
 @runtime_checkable
 class EpisodeMaker(Protocol):
-    """What a source makes in place of an environment where one does not fit all rows, or is elsewhere."""
+    """A maker of episodes in place of an environment where one does not fit all rows, or is elsewhere."""
 
     def episode(self, functions: Functions, calls: Calls) -> Episode:
         """An episode; the model may also call `functions`."""
@@ -189,7 +189,7 @@ class SkyRLEpisode(TextEpisode):
 
 
 _MOVES = re.compile(r"(?:available|valid|legal) moves?:((?:[\s,;|/']*\[[^\[\]]+\])+)", re.IGNORECASE)
-"""How games list the moves that may be made: `Available Moves: '[0]', '[1]'`."""
+"""The list of moves that may be made, as games write it: `Available Moves: '[0]', '[1]'`."""
 
 
 INVALID_MOVE = -1.0
@@ -218,7 +218,7 @@ class TextArenaEpisode(TextEpisode):
         self._randomness = OwnRandomness()
 
     def begin(self, row: Mapping[str, object]) -> str:
-        """What the first player sees at the start."""
+        """The text that the first player sees at the start."""
         seed = seed_of(row)
         self._random.seed(seed)
         for wrapper in self._memories:
@@ -277,7 +277,7 @@ class TextArenaEpisode(TextEpisode):
         return re.findall(r"\[[^\[\]]+\]", listed[-1])
 
     def _seen(self) -> str:
-        """What the player whose turn it is sees, without its own moves where they are told apart."""
+        """The text that the player whose turn it is sees, without its own moves where they are told apart."""
         player, seen = self._shown.get_observation()
         if not isinstance(seen, list):
             return text_from(seen, "get_observation").strip()

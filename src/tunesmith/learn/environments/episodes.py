@@ -23,7 +23,7 @@ from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams, St
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.models.tokenizer import encode_prompt
 from tunesmith.engine.models.tool_messages import as_template_takes, with_tools
-from tunesmith.engine.models.turns import Answer, call_ends, next_turn, parse_answer
+from tunesmith.engine.models.turns import Answer, call_ends, next_turn, parse_answer, reply_ranges
 from tunesmith.engine.rollout.engine import Continuation, Dialogue, Engine
 from tunesmith.learn.environments.calls import Calls, Shared, TimeLimitError
 from tunesmith.learn.environments.contract import Call, Episode, Reply, Said, clean
@@ -232,7 +232,7 @@ class Conversations:
         return state
 
     def _reply(self, state: _State, turn: Completion) -> Continuation | None:
-        """What a turn is continued with; None if the trajectory ended."""
+        """The continuation of a turn; None if the trajectory ended."""
         sample = state.sample
         state.last, state.num_turns = turn, state.num_turns + 1
         front = (*sample.prompt_ids, *sample.token_ids)
@@ -300,6 +300,11 @@ class Conversations:
             state.earlier.append(sample)
             state.sample = _Sample(front)
         else:
+            if self._section.reply_loss_coef and not sample.turns[-1].num_failed:  # of a failed call the text is ours
+                found = reply_ranges(self._tokenizer, state.prompt, (*before, answer), reply.messages, ids)
+                start = len(sample.token_ids)
+                ranges = tuple(range(start + part.start, start + part.stop) for part in found)
+                sample.turns[-1] = replace(sample.turns[-1], replies=ranges)
             sample.add_reply(ids, has_values=turn.values is not None)
         return Continuation(front, min(self._max_new_tokens, room))
 
@@ -435,7 +440,7 @@ def _completion(state: _State, front: tuple[int, ...]) -> Completion:
     rewards = [turn.reward for turn in turns if turn.reward is not None]
     if state.reward is not None:
         rewards.append(state.reward)
-    reward = None if state.error is not None else sum(rewards)
+    reward = sum(rewards) if rewards and state.error is None else None
     said = tuple(state.messages[state.num_before :])
     messages = said or ({"role": "assistant", "content": ""},)  # reward functions expect one
     is_cut = reason in ("max_turns", "max_tokens", "context_full")

@@ -41,7 +41,7 @@ class BadActionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the model acts. `make` makes an action of its fields; `text_field` is the field of a text."""
+    """The form of the model's actions. `make` makes an action of its fields; `text_field` is the field of a text."""
 
     kind: Literal["text", "act", "mcp"]
     make: Callable[[Mapping[str, Any]], Any]
@@ -148,11 +148,11 @@ class Session:
         return getattr(getattr(self._environment, "async_client", None), "_ws", None)
 
     def step(self, fields: Mapping[str, Any]) -> ToolResult:
-        """What an action does. Raises BadActionError if it has wrong fields."""
+        """The result of an action. Raises BadActionError if it has wrong fields."""
         return _read(self.send(fields))
 
     def send(self, fields: Mapping[str, Any]) -> Any:
-        """What the environment returns for an action. Raises BadActionError if it has wrong fields."""
+        """The environment's own result of an action. Raises BadActionError if it has wrong fields."""
         try:
             action = self.form.make(fields)
         except ValidationError as error:
@@ -277,7 +277,7 @@ def _fields(seen: Any) -> dict[str, Any]:
 
 
 def _read(result: Any) -> ToolResult:
-    """What an environment or client returned: the text of an observation, its reward, and whether it is the last."""
+    """The result of an environment or client: the text of an observation, its reward, and whether it is the last."""
     return ToolResult(observed(_fields(_seen(result))), result.reward, bool(result.done))
 
 

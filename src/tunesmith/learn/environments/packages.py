@@ -32,7 +32,7 @@ PIP_NAMES = {
     "reasoning_gym": "reasoning-gym",
     "verifiers": "'verifiers>=0.4'",
 }
-"""What to install for each kind of source."""
+"""The package to install for each kind of source."""
 
 REGISTRIES = {
     "textarena": "textarena.envs.registration:ENV_REGISTRY",
@@ -41,7 +41,7 @@ REGISTRIES = {
     "skyrl_gym": "skyrl_gym.envs.registration:registry",
     "reasoning_gym": "reasoning_gym.factory:DATASETS",
 }
-"""Where packages keep the names of what they have."""
+"""The registries in which packages keep the names of what they have."""
 
 NUM_ROWS = "num_rows"
 """An argument for prompts alone: how many rows a source without an end brings."""
@@ -123,7 +123,7 @@ def _tasks(source: str, arguments: str) -> "ReasoningTasks | VerifiersTasks":
 
 
 def _made(source: str, make: Callable[[], Any]) -> Any:
-    """What `make` makes. Raises InputError for arguments that it does not take, EnvironmentFailedError for the rest."""
+    """The result of `make`. Raises InputError for arguments that it refuses, EnvironmentFailedError for the rest."""
     try:
         return make()
     except (InputError, EnvironmentFailedError):

@@ -29,7 +29,7 @@ class TextEpisode(ABC):
         return opening(row, self.begin(row))
 
     def begin(self, row: Mapping[str, object]) -> str:
-        """What the environment says first; empty if it has nothing to add to the prompt."""
+        """The first words of the environment; empty if it has nothing to add to the prompt."""
         return ""
 
     def step(self, said: Said) -> Reply:
@@ -54,7 +54,7 @@ def placeholder(number: int) -> str:
 
 
 def opening(row: Mapping[str, Any], text: str) -> str | Sequence[Message] | None:
-    """What `reset` returns for the first words of an environment: they follow the prompt, or replace a placeholder."""
+    """The result of `reset` for the first words of an environment: they follow the prompt, or replace a placeholder."""
     if not text:
         return None
     *before, last = row["prompt"]

@@ -20,7 +20,7 @@ from tunesmith.collect.data.answers import Answer, AnswerBatch, AnswerTable, col
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
-from tunesmith.engine.models.logprob import TokenScores, length_mask, token_logps
+from tunesmith.engine.models.logprob import TokenScores, token_logps
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.learn.algorithms import direct_loss, kl
 from tunesmith.learn.algorithms.direct_loss import DirectStats, PairLogps
@@ -87,7 +87,6 @@ class VoteDPO(PolicyWithKL):
         scores = self.scores(self.policy, batch)
         reference_logp_BT = sent.reference_logp_BT.to(scores.logp_BT)
         length_B = batch.lengths_B - batch.prompt_lengths_B
-        mask_BT = length_mask(length_B, scores.logp_BT.shape[1])
 
         row_A = torch.argsort(batch.answer_B)
         logp_A, reference_logp_A = scores.logp_BT.sum(dim=1)[row_A], reference_logp_BT.sum(dim=1)[row_A]
@@ -95,9 +94,9 @@ class VoteDPO(PolicyWithKL):
         logps = PairLogps(logp_A[answer_SN], length_B[row_A][answer_SN], reference_logp_A[answer_SN], sent.tie_N)
         loss, stats = direct_loss.paired(logps, self.cfg, num_pairs=num_votes)
         if self.kl.value > 0:
-            nats_A = kl.penalty("k1", scores.logp_BT, reference_logp_BT, mask_BT).sum(dim=1)[row_A]
+            nats_A = kl.penalty("k1", scores.logp_BT, reference_logp_BT, batch.mask_BT).sum(dim=1)[row_A]
             loss = loss + self.kl.value * nats_A[answer_SN].sum() / (2 * num_votes)
-        return loss, (stats, TokenSums.of_batch(length_B, scores.entropy_BT))
+        return loss, (stats, TokenSums.of_batch(batch.mask_BT, scores.entropy_BT))
 
     def collate(self, votes: Sequence[VotedPair]) -> VoteBatch:
         """The votes as CPU tensors, each distinct answer once."""

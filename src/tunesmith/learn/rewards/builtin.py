@@ -3,6 +3,7 @@
 Numbers of answers are compared exactly, as fractions, in time linear in the length of the completion.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -290,14 +291,17 @@ def _shown(gold: object) -> str:
 
 
 def environment() -> RewardFunction:
-    """The sum of what an environment gave for the whole trajectory and for its turns; none if something broke."""
+    """The sum of what an environment gave for the whole trajectory and for its turns; None if it gave nothing, and no
+    number if something broke.
+    """
 
     def environment(trajectories: Sequence[Trajectory | None]) -> list[float | None]:
-        if any(one is None for one in trajectories):
+        known = [one for one in trajectories if one is not None]
+        if len(known) < len(trajectories):
             raise RewardError(
                 "the reward `environment` is that of an environment, but there is none; set `environment`"
             )
-        return [None if one is None else one.reward for one in trajectories]
+        return [one.reward if one.error is None else math.nan for one in known]
 
     return environment
 

@@ -32,7 +32,7 @@ def load_function(source: str) -> RewardFunction:
 
 
 def load_named(source: str, kind: str = "reward") -> Any:
-    """What `./file.py:name` or `package.module:name` names.
+    """The object that `./file.py:name` or `package.module:name` names.
 
     The file or module is executed; its folder, or the current one, is added to the end of the import path as Python
     does for a script. Raises RewardError, which says its `kind`, if it does not exist, fails to import, has no such

@@ -65,7 +65,7 @@ def _no_signal(rows: Sequence[Row], section: AlarmsSection) -> str:
 
 
 def _environment(rows: Sequence[Row], section: AlarmsSection) -> str:
-    """What goes wrong between the policy and its environment; the first of several."""
+    """The message on what goes wrong between the policy and its environment; the first of several."""
     now = rows[-1]
     if now.get("environment/errors", 0.0) > _MANY:
         return (

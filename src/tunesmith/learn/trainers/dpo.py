@@ -54,9 +54,9 @@ class TokenSums(Sums):
     entropy: torch.Tensor
 
     @classmethod
-    def of_batch(cls, length_B: torch.Tensor, entropy_BT: torch.Tensor) -> "TokenSums":
+    def of_batch(cls, mask_BT: torch.Tensor, entropy_BT: torch.Tensor) -> "TokenSums":
         """The sums of one micro-batch."""
-        return cls(total(length_B), total(entropy_BT))
+        return cls(total(mask_BT), total(entropy_BT * mask_BT))
 
 
 def token_metrics(sums: Iterable[TokenSums]) -> Metrics:
@@ -85,7 +85,7 @@ class DPO(PolicyParts):
 
     def __post_init__(self) -> None:
         device = self.policy.module.device
-        self.length_A = torch.tensor([len(answer.completion_ids) for answer in self.answers], device=device)
+        self.length_A = torch.tensor([answer.num_said for answer in self.answers], device=device)
 
     def step(self, units: Sequence[Unit], index: int) -> StepResult:
         """One step: the loss of the pairs (or labels) `units`, accumulated over micro-batches, and an update."""
@@ -110,10 +110,10 @@ class DPO(PolicyParts):
         """The loss of one micro-batch, a scalar, with its statistics. An answer of several pairs is computed once."""
         batch = setup.sent(collate_answers(self.answers, indices_of(micro)), self.uploader)
         scores = token_logps(self.policy, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
-        logp_B = scores.logp_BT.sum(dim=1)
+        logp_B = (scores.logp_BT * batch.mask_BT).sum(dim=1)
         logp_A = torch.zeros_like(self.length_A, dtype=logp_B.dtype).index_put((batch.answer_B,), logp_B)
         loss, stats = self.loss_of(micro, logp_A, reference_A, num_units, kl)
-        return loss, (stats, TokenSums.of_batch(batch.lengths_B - batch.prompt_lengths_B, scores.entropy_BT))
+        return loss, (stats, TokenSums.of_batch(batch.mask_BT, scores.entropy_BT))
 
     def loss_of(
         self,
@@ -162,7 +162,7 @@ class DPO(PolicyParts):
         for chunk in share_of(chunks(in_order(self.answers, indices), 2 * self.cfg.micro_batch_size)):
             batch = setup.sent(collate_answers(self.answers, chunk), self.uploader)
             scores = token_logps(model, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
-            parts.append((batch.answer_B, scores.logp_BT.sum(dim=1)))
+            parts.append((batch.answer_B, (scores.logp_BT * batch.mask_BT).sum(dim=1)))
         found = gathered(parts, "log-probs")
         dtype = found[0][1].dtype if found else torch.float32
         logp_A = torch.full_like(self.length_A, torch.nan, dtype=dtype)

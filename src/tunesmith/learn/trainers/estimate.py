@@ -171,7 +171,7 @@ def work_of_step(
     scored = prefill + before_update + scored_at_all + learnt * teachers
     update = Work(
         scored=scored - saved,
-        trained=learnt * (1 + has_own_critic),
+        trained=learnt * (1 + has_own_critic) + rows.tokens(passes.num_replied) * passes.num_epochs,
         updates=passes.num_updates * (1 + has_own_critic),
     )
     return update + Work.drawing(passes.num_rows, rows.completion, num_slots)

@@ -14,7 +14,7 @@ import torch
 from tunesmith.base.config.algorithms.grpo import GRPOSection, Keep
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.pack import PolicyBatch
-from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.batch.rollout import Completion, Group
 from tunesmith.learn.algorithms import advantages
 from tunesmith.learn.rewards.scorer import Scores, joined
 from tunesmith.learn.trainers import rollouts
@@ -45,7 +45,7 @@ class GRPO(PolicyStep):
             drawn, scores = self.rollouts.draw(wanted, stream, index, with_greedy=has_greedy)
             groups.extend(drawn)
             parts.append(scores)
-            num_missing -= int(self.teaching(self.at_turns(drawn, self.judged(drawn, scores))).sum())
+            num_missing -= int(self.teaching(drawn, self.judged(drawn, scores)).sum())
             wanted = list(islice(further, num_missing))
             if not wanted:
                 break
@@ -54,7 +54,7 @@ class GRPO(PolicyStep):
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """Each completion compared with its group, of the groups whose rewards differ."""
         judged = self.judged(groups, scores)
-        differs_P = self.teaching(self.at_turns(groups, judged))  # by rewards alone: a KL in them is no signal
+        differs_P = self.teaching(groups, judged)  # by rewards alone: a KL in them is no signal
         figures = {
             "frac_reward_zero_std": (~differs_P).float().mean().item(),
             "groups/num_drawn": float(len(groups)),
@@ -64,14 +64,19 @@ class GRPO(PolicyStep):
         if kl_PG is not None:
             judged = replace(judged, total_PG=judged.total_PG - self.kl.value * kl_PG.to(judged.total_PG))
         of_turns = [self.compare(scores, lengths(groups)) for scores in self.at_turns(groups, judged)]
-        advantage_PG = torch.stack(of_turns, dim=-1) if self.cfg.turn_advantages else of_turns[0]
+        advantage_PG = torch.stack(of_turns, dim=-1) if self.cfg.turn_advantages == "place" else of_turns[0]
+        if self.cfg.turn_advantages == "anchor":
+            among = self.among_states(groups, judged)
+            advantage_PG = advantage_PG[..., None] + self.cfg.anchor_coef * among.advantage_PGK
+            num_turns = turn_rewards(groups)[1].sum().item()
+            figures["groups/anchored_turns"] = among.is_shared_PGK.sum().item() / max(1, num_turns)
         return Credit(learnt_PG, advantage_PG, figures, judged.valid_PG)
 
     def at_turns(self, groups: Sequence[Group], scores: Scores) -> list[Scores]:
-        """What turns are compared by: for each turn `scores` less what was given before it, valid for the trajectories
-        that come to it. Without turn-level advantages, `scores` alone.
+        """The scores that turns are compared by: for each turn `scores` less what was given before it, valid for the
+        trajectories that come to it. Without a comparison by place, `scores` alone.
         """
-        if not self.cfg.turn_advantages:
+        if self.cfg.turn_advantages != "place":
             return [scores]
         given_PGK, has_turn_PGK = turn_rewards(groups)
         before_PGK = self.rollouts.scorer.weight_of("environment") * (given_PGK.cumsum(dim=-1) - given_PGK)
@@ -81,6 +86,23 @@ class GRPO(PolicyStep):
             )
             for k in range(given_PGK.shape[-1])
         ]
+
+    def among_states(self, groups: Sequence[Group], scores: Scores) -> advantages.StateAdvantages:
+        """The advantage of each turn among those of its state. What was not given for a turn, such as the reward of a
+        function, counts as given for the last one.
+        """
+        given_PGK, has_turn_PGK = turn_rewards(groups)
+        reward_PGK = (self.rollouts.scorer.weight_of("environment") * given_PGK).to(scores.total_PG)
+        last_PG1 = (has_turn_PGK.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
+        rest_PG1 = (scores.total_PG - reward_PGK.sum(dim=-1))[..., None]
+        return advantages.among_states(
+            reward_PGK.scatter_add(-1, last_PG1, rest_PG1),
+            turn_states(groups, has_turn_PGK.shape[-1]),
+            has_turn_PGK & scores.valid_PG[..., None],
+            discount=self.cfg.anchor_discount,
+            baseline=self.cfg.baseline,
+            scale=self.cfg.scale,
+        )
 
     def compare(self, scores: Scores, length_PG: torch.Tensor) -> torch.Tensor:
         """Advantage of each completion by the rewards of its group, `[P, G]`; only those that are valid take part."""
@@ -115,9 +137,12 @@ class GRPO(PolicyStep):
             total_PG = total_PG + cfg.length_penalty * short_PG
         return replace(scores, valid_PG=valid_PG, total_PG=total_PG)
 
-    def teaching(self, of_turns: Sequence[Scores]) -> torch.Tensor:
-        """True for each group with a gradient, `[P]`: the rewards of one of its turns differ."""
-        return torch.stack([self.differing(scores) for scores in of_turns]).any(dim=0)
+    def teaching(self, groups: Sequence[Group], scores: Scores) -> torch.Tensor:
+        """True for each group with a gradient, `[P]`: its rewards, or those of one of its turns, differ."""
+        differs_P = torch.stack([self.differing(of_turn) for of_turn in self.at_turns(groups, scores)]).any(dim=0)
+        if self.cfg.turn_advantages == "anchor":
+            differs_P |= (self.among_states(groups, scores).advantage_PGK != 0).flatten(1).any(dim=1)
+        return differs_P
 
     def differing(self, scores: Scores) -> torch.Tensor:
         """True for each group with a gradient, `[P]`: its rewards differ, or one of several that are compared alone."""
@@ -152,6 +177,30 @@ def turn_rewards(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
             given_PGK[p, g, : len(own)] = torch.tensor([turn.reward or 0.0 for turn in own])
             has_turn_PGK[p, g, : len(own)] = True
     return given_PGK, has_turn_PGK
+
+
+def turn_states(groups: Sequence[Group], num_turns: int) -> torch.Tensor:
+    """The number of the state that each turn begins in, `[P, G, K]`: two turns of a group have the same one if they
+    answer the same messages, as GiGPO's anchor states; the first turn of each answers the prompt.
+    """
+    state_PGK = torch.zeros(len(groups), len(groups[0].completions), num_turns, dtype=torch.int64)
+    for p, group in enumerate(groups):
+        known: dict[object, int] = {}
+        for g, completion in enumerate(group.completions):
+            numbers = [known.setdefault(answered, len(known)) for answered in _answered(completion)][:num_turns]
+            state_PGK[p, g, : len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+    return state_PGK
+
+
+def _answered(completion: Completion) -> list[object]:
+    """The messages that each turn of a trajectory answers: those since the turn before."""
+    answered: list[list[object]] = [[]]
+    for message in () if completion.trajectory is None else completion.trajectory.messages:
+        if message["role"] == "assistant":
+            answered.append([])
+        else:
+            answered[-1].append((message["role"], message["content"]))
+    return [tuple(messages) for messages in answered[:-1]]
 
 
 def lengths(groups: Sequence[Group]) -> torch.Tensor:

@@ -123,7 +123,7 @@ class FirstPass:
 @dataclass(frozen=True, slots=True)
 class MicroStats:
     """Statistics of one micro-batch: of the surrogate, of the critic, of a pass of the step's first update, of
-    demonstrations, and of tokens that are left out.
+    demonstrations, of tokens that are left out, and of the replies of an environment.
     """
 
     policy: PolicyStats | DirectStats | None = None
@@ -131,6 +131,7 @@ class MicroStats:
     first: FirstPass | None = None
     ptx: TokenStats | None = None
     left_out: LeftOut | None = None
+    replies: TokenStats | None = None
 
 
 @dataclass(slots=True)
@@ -146,6 +147,7 @@ class UpdateStats:
     _value: list[ValueStats] = field(default_factory=list[ValueStats])
     _ptx: list[TokenStats] = field(default_factory=list[TokenStats])
     _left_out: list[LeftOut] = field(default_factory=list[LeftOut])
+    _replies: list[TokenStats] = field(default_factory=list[TokenStats])
     _minibatch: list[PolicyStats | DirectStats] = field(default_factory=list[PolicyStats | DirectStats])
 
     def add(self, report: StepReport, micros: Sequence[MicroStats]) -> None:
@@ -156,6 +158,7 @@ class UpdateStats:
         self._value += [micro.value for micro in micros if micro.value is not None]
         self._left_out += [micro.left_out for micro in micros if micro.left_out is not None]
         self._ptx += [micro.ptx for micro in micros if micro.ptx is not None]
+        self._replies += [micro.replies for micro in micros if micro.replies is not None]
         self.reports.append(report)
 
     def is_beyond(self, target_kl: float | None) -> bool:
@@ -173,12 +176,18 @@ class UpdateStats:
             **(merged(self._policy).metrics() if self._policy else {}),
             **(merged(self._value).metrics() if self._value else {}),
             **(merged(self._left_out).metrics() if self._left_out else {}),
-            **({f"ptx/{name}": value for name, value in merged(self._ptx).metrics().items()} if self._ptx else {}),
-            **self.first.metrics(),
+            **_under("ptx", self._ptx),
+            **_under("replies", self._replies),
+            **(self.first.metrics() if self.first.num_sequences else {}),
             **update_metrics(self.reports),
             "updates": float(len(self.reports)),
             "policy/stopped_early": float(self.stopped_early),
         }
+
+
+def _under(name: str, stats: Sequence[TokenStats]) -> Metrics:
+    """The means of `stats` as metrics of the group `name`; empty without any."""
+    return {f"{name}/{key}": value for key, value in merged(stats).metrics().items()} if stats else {}
 
 
 def completion_metrics(groups: Sequence[Group], learnt: Sequence[int] | None = None) -> Metrics:
@@ -240,7 +249,7 @@ def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit
 
 
 def _trajectory_fields(completion: Completion) -> dict[str, object]:
-    """What was said behind the prompt, each turn of the model with its reward, and why the trajectory ended."""
+    """The messages behind the prompt, each turn of the model with its reward, and why the trajectory ended."""
     if (trajectory := completion.trajectory) is None:
         return {}
     turns = iter([turn for one in completion.samples for turn in one.trajectory_turns])
@@ -294,7 +303,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def trajectory_metrics(groups: Sequence[Group]) -> Metrics:
-    """How trajectories went; empty without any. Shares of trajectories by what ended them, turns and calls of each,
+    """Metrics of trajectories; empty without any. Shares of trajectories by what ended them, turns and calls of each,
     seconds of a reply, the samples that each came to (more than 1 where the template rewrote the history), and the
     share of turns that a reward was given for.
     """

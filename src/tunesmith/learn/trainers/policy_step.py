@@ -20,6 +20,7 @@ from tunesmith.base.core.trace import span
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.pack import PolicyBatch, Sequences, chunks, completion_of_rows, pack
 from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.batch.targets import LearntSequence
 from tunesmith.engine.kernels.masking import check_shapes, total
 from tunesmith.engine.kernels.policy_loss.records import PolicyTokens
 from tunesmith.engine.models.division import divide
@@ -37,7 +38,7 @@ from tunesmith.learn.algorithms.value_loss import ValueStats
 from tunesmith.learn.rewards.scorer import Scores
 from tunesmith.learn.trainers import metrics, passes, setup
 from tunesmith.learn.trainers.api import Counter, Metrics, PolicyWithKL, StepResult
-from tunesmith.learn.trainers.ptx import MicroLoss, Ptx
+from tunesmith.learn.trainers.ptx import MicroLoss, Ptx, ReplyLoss, replied_sequences
 from tunesmith.learn.trainers.rollouts import PolicyTask, Rollouts
 
 BatchT = TypeVar("BatchT", bound=PolicyBatch)
@@ -75,7 +76,8 @@ class Loss:
 class PolicyStep(PolicyWithKL):
     """The learner: `step` changes the policy, the optimizer and the KL controller.
 
-    `pool` holds the prompts that a step may draw further ones from. With `ptx` each update learns demonstrations too.
+    `pool` holds the prompts that a step may draw further ones from. With `ptx` each update learns demonstrations too,
+    and with `replies` what an environment replied.
     """
 
     ROWS_TOGETHER: ClassVar[int] = 1
@@ -90,6 +92,7 @@ class PolicyStep(PolicyWithKL):
     tokenizer: PreTrainedTokenizerBase
     pool: Sequence[Prompt] = ()
     ptx: Ptx | None = None
+    replies: ReplyLoss | None = None
 
     @classmethod
     def build(cls, task: PolicyTask, cfg: PolicyRecipe) -> Self:
@@ -99,8 +102,8 @@ class PolicyStep(PolicyWithKL):
         optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
         tokenizer, pool = task.loaded.tokenizer, task.data.train
-        ptx = task.ptx(policy, optimizer)
-        return cls(cfg.section, drawing, policy, reference, optimizer, controller, tokenizer, pool, ptx)
+        beside = task.ptx(policy, optimizer), task.reply_loss(policy, optimizer)
+        return cls(cfg.section, drawing, policy, reference, optimizer, controller, tokenizer, pool, *beside)
 
     @property
     def engine(self) -> Engine:
@@ -138,8 +141,13 @@ class PolicyStep(PolicyWithKL):
         with span("metrics"):
             figures = {**scores.metrics(), **credit.figures, **metrics.completion_metrics(groups, rows)}
             figures["num_tokens"] = float(sum(one.num_sampled for group in groups for one in group.completions))
-        if not rows:  # nothing to be learnt: in no group do the rewards differ, or all of them failed
+        replied = [] if self.replies is None else replied_sequences(groups)
+        if not rows and not replied:  # in no group do the rewards differ, or all of them failed
             return StepResult({**figures, "updates": 0.0, "refused_steps": 0.0}, None, *rows_of)
+        if not rows:
+            with span("update"):
+                stats = self.update_beside(index, replied)
+            return StepResult({**figures, **stats.metrics()}, metrics.worst_report(stats.reports), *rows_of)
 
         with span("pack"):
             sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
@@ -158,7 +166,7 @@ class PolicyStep(PolicyWithKL):
             batch = self.batch_of(sequences, old, reference_logp_BT, advantage_B)
 
         with span("update"):
-            stats = self.update(batch, index, num_compared(credit, scores, len(prompts)) / len(learnt_B))
+            stats = self.update(batch, index, num_compared(credit, scores, len(prompts)) / len(learnt_B), replied)
         with span("metrics"):
             figures |= {**stats.metrics(), **self.figures(scores, batch, stats)}
             if "objective/kl" in figures:
@@ -166,9 +174,15 @@ class PolicyStep(PolicyWithKL):
             figures["objective/kl_coef"] = self.kl.value
         return StepResult(figures, metrics.worst_report(stats.reports), *rows_of)
 
-    def update(self, batch: PolicyBatch, index: int, drawn_per_row: float = 1.0) -> metrics.UpdateStats:
+    def update(
+        self,
+        batch: PolicyBatch,
+        index: int,
+        drawn_per_row: float = 1.0,
+        replied: Sequence[LearntSequence] = (),
+    ) -> metrics.UpdateStats:
         """Optimizer steps on the minibatches of each epoch over `batch`, until the KL exceeds its target, if any; in
-        means a row counts as `drawn_per_row`.
+        means a row counts as `drawn_per_row`. What was `replied` is learnt beside it.
         """
         cfg, stats = self.cfg, metrics.UpdateStats()
         seed = derive(self.rollouts.seed, "minibatches", index)
@@ -177,16 +191,28 @@ class PolicyStep(PolicyWithKL):
             tokens_seed = derive(seed, "tokens", len(stats.reports))
             size = update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn, tokens_seed)
             loss_of = partial(self.micro_batch_loss, size=size, is_first=not stats.reports)
-            beside = self.demonstration_losses(index, len(stats.reports))
+            beside = self.losses_beside(index, len(stats.reports), replied)
             stats.add(*passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of, beside=beside))
             if stats.is_beyond(getattr(cfg, "target_kl", None)):  # direct losses have no ratio to stop by
                 break
         return stats
 
-    def demonstration_losses(self, index: int, update: int) -> list[MicroLoss]:
-        """The losses of the demonstrations of update `update` of step `index`, if the recipe has any."""
-        updates_per_step = self.cfg.num_epochs * self.cfg.num_minibatches
-        return [] if self.ptx is None else self.ptx.losses(index * updates_per_step + update)
+    def update_beside(self, index: int, replied: Sequence[LearntSequence]) -> metrics.UpdateStats:
+        """The updates of a step that has no advantages, by what is learnt beside them alone."""
+        stats = metrics.UpdateStats()
+        for number in range(self.cfg.num_epochs * self.cfg.num_minibatches):
+            if beside := self.losses_beside(index, number, replied):
+                stats.add(*passes.accumulate(self.optimizer, beside, lambda loss: loss()))
+        return stats
+
+    def losses_beside(self, index: int, update: int, replied: Sequence[LearntSequence] = ()) -> list[MicroLoss]:
+        """The losses of update `update` of step `index` beside that of the policy, if the recipe has any: of
+        demonstrations, and of the minibatch's share of what was `replied`.
+        """
+        num_minibatches = self.cfg.num_minibatches
+        ptx = [] if self.ptx is None else self.ptx.losses(index * self.cfg.num_epochs * num_minibatches + update)
+        own = replied[update % num_minibatches :: num_minibatches]
+        return [*ptx, *([] if self.replies is None else self.replies.losses(own))]
 
     def micro_batch_loss(
         self, micro: PolicyBatch, size: UpdateSize, *, is_first: bool

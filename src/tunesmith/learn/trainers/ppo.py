@@ -18,6 +18,7 @@ from tunesmith.base.config.recipe import PolicyRecipe
 from tunesmith.base.core.trace import span
 from tunesmith.engine.batch.pack import PolicyBatch, Sequences
 from tunesmith.engine.batch.rollout import Group
+from tunesmith.engine.batch.targets import LearntSequence
 from tunesmith.engine.distributed.ranks import gathered, share_of
 from tunesmith.engine.models.division import divide
 from tunesmith.engine.models.export import ModelCard, save_final
@@ -61,7 +62,7 @@ class PPO(PolicyStep):
         optimizer = task.optimizer(modules, policy.kernels)
         drawing = task.rollouts(policy, optimizer, value_head)
         learner = cls(section, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)
-        learner = replace(learner, ptx=task.ptx(policy, optimizer))
+        learner = replace(learner, ptx=task.ptx(policy, optimizer), replies=task.reply_loss(policy, optimizer))
         return replace(learner, value_head=value_head, critic=critic, critic_process=process)
 
     @property
@@ -80,14 +81,20 @@ class PPO(PolicyStep):
         """True if the engine did not record log-probs and values exactly."""
         return not self.rollouts.is_exact
 
-    def update(self, batch: PolicyBatch, index: int, drawn_per_row: float = 1.0) -> metrics.UpdateStats:
+    def update(
+        self,
+        batch: PolicyBatch,
+        index: int,
+        drawn_per_row: float = 1.0,
+        replied: Sequence[LearntSequence] = (),
+    ) -> metrics.UpdateStats:
         """As of `PolicyStep`; in the first `value_steps` the critic alone is updated."""
         self.is_value_step = index < self.cfg.value_steps
-        return PolicyStep.update(self, batch, index, drawn_per_row)
+        return PolicyStep.update(self, batch, index, drawn_per_row, replied)
 
-    def demonstration_losses(self, index: int, update: int) -> list[MicroLoss]:
+    def losses_beside(self, index: int, update: int, replied: Sequence[LearntSequence] = ()) -> list[MicroLoss]:
         """As of `PolicyStep`; none while the critic alone is updated."""
-        return [] if self.is_value_step else PolicyStep.demonstration_losses(self, index, update)
+        return [] if index < self.cfg.value_steps else PolicyStep.losses_beside(self, index, update, replied)
 
     def credit(self, groups: Sequence[Group], scores: Scores, kl_PG: torch.Tensor | None) -> Credit:
         """All completions but those whose reward failed, each with its reward."""

@@ -48,7 +48,7 @@ from tunesmith.learn.rewards.scorer import Scorer, Scores
 from tunesmith.learn.trainers import metrics, setup
 from tunesmith.learn.trainers.api import Inputs, Learner, Metrics
 from tunesmith.learn.trainers.estimate import Estimate, policy_estimate
-from tunesmith.learn.trainers.ptx import Ptx
+from tunesmith.learn.trainers.ptx import Ptx, ReplyLoss
 from tunesmith.learn.trainers.restart import fingerprint_of_file, fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.learn.trainers.session import Session
 from tunesmith.learn.trainers.sft import SFT
@@ -233,6 +233,16 @@ class PolicyTask:
         sft = SFT(section, policy, optimizer, self.loaded.tokenizer)
         return Ptx(cfg.ptx.coef, sft, self.demonstrations, cfg.run.seed)
 
+    def reply_loss(self, policy: LanguageModel, optimizer: MasterAdamW) -> ReplyLoss | None:
+        """The loss of what an environment replies; None if the recipe has none."""
+        coef = self.cfg.environment.reply_loss_coef
+        if not coef:
+            return None
+        if self.conversations is None:
+            raise InputError(f"environment.reply_loss_coef is {coef:g}, but no environment replies; set one, or 0")
+        sft = SFT(SFTSection(), policy, optimizer, self.loaded.tokenizer)
+        return ReplyLoss(coef, sft, self.cfg.section.micro_batch_size)
+
     def rollouts(self, policy: LanguageModel, optimizer: MasterAdamW, value_head: nn.Module | None = None) -> Rollouts:
         """The engine on the policy's weights, with the scorer."""
         tokenizer, scale = self.loaded.tokenizer, self.cfg.scale
@@ -249,7 +259,7 @@ class PolicyTask:
         )
 
     def _conversations(self, inputs: Inputs) -> Conversations | None:
-        """What the policy talks to, of which one episode is made, so that what is wrong with it is said at once."""
+        """The policy's environment, of which one episode is made, so that what is wrong with it is said at once."""
         section = self.cfg.environment
         factory, tools = inputs.environment_factory, inputs.tools or ()
         open_episode = opener(section, tools=tools, environment_factory=factory)

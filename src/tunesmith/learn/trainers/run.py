@@ -342,7 +342,7 @@ def cost_of(cfg: Recipe, task: Any, estimate: Estimate) -> Work:
 
 
 def tokens_of(task: Any) -> TokenFacts:
-    """What the task samples, scores and trains, as token ids."""
+    """The token ids that the task samples, scores and trains."""
     if isinstance(task, RewardTask):
         model, data = task.model, task.data
         return token_facts(model.model, model.tokenizer, data.prompts, data.learnt, draws=False)

@@ -1,4 +1,4 @@
-"""What is sampled, scored and trained, as token ids: shown by `--dry-run` and `doctor MODEL`, checked before a run.
+"""The token ids that are sampled, scored and trained: shown by `--dry-run` and `doctor MODEL`, checked before a run.
 
 One rule makes these ids (`models.tokenizer`). What it cannot mend is found here with the model's own chat template: an
 answer that the template writes otherwise, a turn that ends where generation does not stop, a reward model that does not
@@ -112,7 +112,7 @@ def token_facts(
 
 
 def _special(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """What begins and ends texts and turns, what generation stops at, and what pads."""
+    """The tokens that begin and end texts and turns, stop generation, and pad."""
     bos_id = tokenizer.bos_token_id
     begun = [one.id for one in _EXAMPLES if _ids_of(tokenizer, one)[:1] == (bos_id,)]
     where = f"begins {' and '.join(begun)}" if begun else "added to nothing"
@@ -142,7 +142,7 @@ def _shown_learnt(tokenizer: PreTrainedTokenizerBase, sequence: LearntSequence, 
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Iterator[tuple[str, str]]:
-    """What the chat template makes of answers to a conversation."""
+    """The lines on what the chat template makes of answers to a conversation."""
     if not tokenizer.chat_template:
         yield "template", "none"
         return
@@ -224,7 +224,7 @@ def _answered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[Compl
 def _read_by(
     reward: ModelReward, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: Completed
 ) -> tuple[str, str]:
-    """What a reward model reads of a prompt and a plain answer, and what is wrong with that, else empty."""
+    """The text that a reward model reads of a prompt and a plain answer, and what is wrong with it, else empty."""
     text = decode_after(tokenizer, answer.prompt_ids, answer.completion_ids)
     zeros = (0.0,) * len(answer.completion_ids)
     completion = Completion(answer.completion_ids, zeros, zeros, text, "stop")

@@ -76,7 +76,7 @@ def workload_of(recipe: Recipe, prompt_tokens: float, mean_new_tokens: float | N
     if spec is None:
         raise InputError(f"a step of {recipe.algorithm} cannot be planned; give one of {', '.join(SPECS)}")
     passes = spec.passes(recipe)
-    num_learnt = passes.num_learnt + passes.num_demonstrations * passes.num_minibatches
+    num_learnt = passes.num_learnt + passes.num_replied + passes.num_demonstrations * passes.num_minibatches
     shared = {
         "draws": spec.draws,
         "trains": spec.trains,

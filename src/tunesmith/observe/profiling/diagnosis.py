@@ -197,7 +197,7 @@ def as_text(one: Diagnosis) -> str:
 
 
 def _head(one: Diagnosis) -> Iterator[str]:
-    """How long steps take: usual ones, all, and those that are not counted."""
+    """The time of steps: usual ones, all, and those that are not counted."""
     yield f"{one.num_steps} steps of {one.step_s:.3g} s, {one.coverage:.0%} of it in named stages"
     if one.num_slow:
         steps = "step takes" if one.num_slow == 1 else "steps take"

@@ -131,7 +131,7 @@ class Facts:
 
     @property
     def reward_kind(self) -> Kind | None:
-        """What the thread that trains mostly does while it scores, at usual steps; None if it was not looked at."""
+        """The main activity of the thread that trains while it scores, at usual steps; None if it was not looked at."""
         seconds: dict[Kind, float] = {}
         for seen in summed(self.usual_windows()):
             if within(seen.stage, "reward"):

@@ -181,7 +181,7 @@ class Stacks:
         return known[1]
 
     def _threads(self, frames: dict[int, FrameType]) -> Iterator[tuple[int, str, Chain]]:
-        """What other threads do that run code of the user or of ours, but for those that look after the process."""
+        """The calls of other threads that run the user's code or ours, but for those that look after the process."""
         own, active = threading.get_ident(), threading._active  # pyright: ignore[reportAttributeAccessIssue]
         for identity in list(frames)[:_MAX_THREADS]:
             thread = active.get(identity)
@@ -305,7 +305,7 @@ def _judged(place: Place, behind: dict[Kind, list[tuple[int, Place]]], num_threa
 def _in_file(
     line: Place, working: Iterable[Kind], behind: Mapping[Kind, list[tuple[int, Place]]]
 ) -> list[tuple[int, Place]]:
-    """What threads did that wait for nothing of this process, those in the file of `line` if there are any."""
+    """The calls of threads that wait for nothing of this process, those in the file of `line` if there are any."""
     found = [one for kind in working for one in behind[kind]]
     return [one for one in found if one[1].call.file == line.call.file] or found
 

@@ -32,7 +32,7 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What slow steps lose in one stage, `path`, or `step` where all stages are slow together: `lost_s` seconds in all.
+    """Time that slow steps lose in one stage, `path`, or `step` where all stages are slow together: `lost_s` in all.
 
     `usual_s` is the stage at a usual step, `longest_s` at the slowest one. `steps` are their numbers, in order.
     """
@@ -45,7 +45,7 @@ class Tail:
 
 
 def tails(rows: Sequence[Row], settings: Mapping[str, object]) -> list[Tail]:
-    """What the slow ones of `rows` lose, by stage, the costliest first. `settings` are those of the recipe by path."""
+    """The time that slow ones of `rows` lose, by stage, the costliest first. `settings` are the recipe's by path."""
     if len(rows) < 3:
         return []
     usual_step_s = statistics.median(_seconds(rows, "step"))

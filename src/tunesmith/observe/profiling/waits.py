@@ -1,4 +1,4 @@
-"""What a thread waits for, judged by the call of the kernel that it is in and by the innermost calls of its stack."""
+"""Kinds of waits of threads, judged by the call of the kernel that one is in and the innermost calls of its stack."""
 
 import re
 import sys
@@ -63,7 +63,7 @@ _BY_FILE: tuple[tuple[str, Kind], ...] = (
         for name in ("urllib3", "httpcore", "httpx", "aiohttp", "requests", "grpc", "websockets")
     ),
 )
-"""What a wait is for if a library of that name is among the innermost calls."""
+"""The kind of a wait if a library of that name is among the innermost calls."""
 
 _SYNC_TEXT = re.compile(r"\b(fsync|fdatasync|sync)\(")
 
@@ -85,8 +85,8 @@ _PARALLEL = ("/concurrent/futures/", "/threading.py", "/queue.py", "/multiproces
 
 
 def kind_of(does: int, target: str, calls: Sequence[Call]) -> Kind:
-    """What a thread waits for that does `does`, with the file `target` behind its descriptor, empty if there is none.
-    `calls` are its innermost calls, the innermost first.
+    """The kind of wait of a thread that does `does`, with the file `target` behind its descriptor, empty if there is
+    none. `calls` are its innermost calls, the innermost first.
     """
     text = calls[0].text if calls else ""
     if does == RUNS:  # of a call that has the kernel write, a fast disk takes a part only
@@ -106,7 +106,7 @@ def kind_of(does: int, target: str, calls: Sequence[Call]) -> Kind:
 
 
 def _for_threads(calls: Sequence[Call], text: str, does: int) -> Kind | None:
-    """What a thread waits for that sleeps until another one wakes it."""
+    """The kind of wait of a thread that sleeps until another one wakes it."""
     files = [call.file for call in calls]
     if any(f"/multiprocessing/{name}.py" in file for file in files for name in ("connection", "pool")):
         return "process"
@@ -128,7 +128,7 @@ def _for_threads(calls: Sequence[Call], text: str, does: int) -> Kind | None:
 
 
 def _by_call(does: int, target: str, text: str) -> Kind:
-    """What a call of the kernel waits for, by its kind and the file that it concerns."""
+    """The kind of wait in a call of the kernel, by its kind and the file that it concerns."""
     if does == SLEEPS:
         is_database = "sqlite3" in sys.modules and _DATABASE_TEXT.search(text)
         return "database" if is_database else "sleep"
@@ -167,7 +167,7 @@ PHRASES: dict[Kind, str] = {
     "gpu": "waits for a GPU",
     "other": "waits in the system",
 }
-"""What a thread does, as a predicate of a sentence."""
+"""Activities of a thread, as predicates of a sentence."""
 
 ADVICE: dict[Kind, str] = {
     "computes": "compute less there: cache what recurs, work on all rows together, or use a library in C",
@@ -188,4 +188,4 @@ ADVICE: dict[Kind, str] = {
     "gpu": "compute on the GPU in larger pieces, and copy results back once",
     "other": "look at the call",
 }
-"""What to do about it."""
+"""Advice on each."""

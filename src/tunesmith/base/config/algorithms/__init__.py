@@ -1,1 +1,1 @@
-"""What is known of each algorithm without its code: settings, recipe, rules and `SPEC`, a file each."""
+"""The facts of each algorithm without its code: settings, recipe, rules and `SPEC`, a file each."""

@@ -3,13 +3,13 @@
 # Fields are frozen, so that a subclass may narrow their type.
 # pyright: reportIncompatibleVariableOverride=false
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tunesmith.base.config.policy_sections import Estimator, KLSection, PolicyLossSection
 from tunesmith.base.config.recipe import PtxRecipe
-from tunesmith.base.config.rules import ACCURACY, NO_HEAD, Rule, is_, is_updated_once, no_kl_alarm, policy_rules
+from tunesmith.base.config.rules import ACCURACY, NO_HEAD, Rule, is_, is_not, is_updated_once, no_kl_alarm, policy_rules
 from tunesmith.base.config.sections import (
     EvaluationSection,
     GRPORolloutSection,
@@ -22,6 +22,7 @@ from tunesmith.base.config.spec import Passes, Spec
 Baseline = Literal["mean", "leave_one_out", "length_weighted", "greedy"]
 Keep = Literal["shortest", "best_per_token"]
 Scale = Literal["group", "batch", "advantages", "mean", "none"]
+TurnAdvantages = Literal["none", "place", "anchor"]
 
 
 class GRPOKLSection(KLSection):
@@ -54,14 +55,25 @@ class GRPOSection(PolicyLossSection):
     """Keep the shortest ones, or those with the highest reward per token, for rewards of 0 or more."""
     length_penalty: NonNegative = 0.0
     """Weight of a reward for short completions, relative to the others of the group (Kimi k1.5); 0 is off."""
-    turn_advantages: bool = False
-    """Compare the turns of trajectories: each by what was given from it on, with those of the same place in the group
-    (MT-GRPO, Zeng et al. 2025, arXiv 2505.11821)."""
+    turn_advantages: TurnAdvantages | bool = "none"
+    """Compare the turns of trajectories too: each by what was given from it on, with those of the same `place` in the
+    group (MT-GRPO, Zeng et al. 2025, arXiv 2505.11821), or with those of the group that were answered the same (GiGPO's
+    `anchor` states, Feng et al. 2025, arXiv 2505.10978). true is `place`."""
+    anchor_coef: NonNegative = 1.0
+    """Weight of the advantage among turns of the same state, beside that of the trajectory."""
+    anchor_discount: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Discount per turn of what is given later, for the comparison of turns of the same state."""
     dynamic_sampling: NonNegativeInt = 0
     """Rounds of further prompts in a step, in place of groups with equal rewards (DAPO); 0 is off."""
     mask_truncated_completions: bool = False
     """Leave completions cut off by the length limit out of the loss, but not out of the baseline."""
     kl: GRPOKLSection = GRPOKLSection()
+
+    @field_validator("turn_advantages")
+    @classmethod
+    def _from_switch(cls, given: TurnAdvantages | bool) -> TurnAdvantages:
+        """The setting that true or false is, as recipes had it before there were several."""
+        return given if isinstance(given, str) else "place" if given else "none"
 
     @model_validator(mode="after")
     def _check_place_of_kl(self) -> "GRPOSection":
@@ -75,7 +87,12 @@ class GRPOSection(PolicyLossSection):
                 f"scale is {self.scale}, but baseline is greedy, which may differ from a group whose rewards are all "
                 "equal, so nothing to divide by; set scale: none"
             )
-        if self.turn_advantages and (
+        if self.turn_advantages == "anchor" and self.baseline == "length_weighted":
+            raise ValueError(
+                "turn_advantages is anchor, which compares single turns, but baseline is length_weighted, which is for "
+                "whole completions; set another baseline"
+            )
+        if self.turn_advantages != "none" and (
             self.baseline == "greedy" or self.pass_at > 1 or self.multi_objective_aggregation == "normalize_then_sum"
         ):
             raise ValueError(
@@ -160,6 +177,11 @@ GRPO_RULES: tuple[Rule, ...] = (
         "grpo.baseline grpo.scale",
         lambda v: v["grpo.pass_at"] > 1,
         "grpo.pass_at has a baseline and a scale of its own; set it to 1, or leave this out",
+    ),
+    Rule(
+        "grpo.anchor_coef grpo.anchor_discount",
+        is_not("grpo.turn_advantages", "anchor"),
+        "they belong to grpo.turn_advantages anchor; set that, or leave this out",
     ),
     Rule("grpo.keep_by", is_("grpo.keep", None), "grpo.keep is null, which learns all; set it, or leave this out"),
 )

@@ -109,7 +109,7 @@ class Launcher:
         return self._running[1]
 
     def _end(self) -> str:
-        """How it ended; one that hangs is killed."""
+        """The way it ended; one that hangs is killed."""
         assert self._running is not None
         (process, control), self._running = self._running, None
         control.close()

@@ -322,7 +322,7 @@ def _processes() -> list[tuple[int, int, int, int]]:
 
 
 def _descendants() -> list[tuple[int, int, int, int]]:
-    """What descends from this process, of `_processes`."""
+    """The descendants of this process, of `_processes`."""
     waiting, left, found = {os.getpid()}, _processes(), []
     while waiting:
         children = [process for process in left if process[1] in waiting]

@@ -1,4 +1,4 @@
-"""How a process is kept from the machine: bubblewrap, or Linux namespaces, whichever works here."""
+"""Keep a process from the machine: bubblewrap, or Linux namespaces, whichever works here."""
 
 import ast
 import binascii
@@ -63,7 +63,7 @@ _PROBE_ANSWER = "1 [] /tmp\n"
 
 @dataclass(frozen=True)
 class Mount:
-    """What is seen in a confinement: `source` at `target`, read only; of kind "empty", an empty folder."""
+    """A place that is seen in a confinement: `source` at `target`, read only; of kind "empty", an empty folder."""
 
     source: str
     target: str
@@ -125,7 +125,7 @@ class Confinement:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: what it printed, and the characters left out of that.
+    """The end of a run: what it printed, and the characters left out of that.
 
     `report` says how the code ended; it is None if the code and its supervisor were killed, and if the code could not
     be started, for which `failure` is the reason.
@@ -215,7 +215,7 @@ def base_python() -> Path:
 
 @cache
 def _mounts() -> tuple[Mount, ...]:
-    """What Python needs of this machine: itself, its standard library, and the shared libraries that these load."""
+    """The files that Python needs: itself, its standard library, and the shared libraries that these load."""
     modules = next((folder for folder in sys.path if folder.endswith("lib-dynload")), "")
     command = [str(base_python()), *FLAGS, "-c", _LIST_LIBRARIES, modules]
     listed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env={}, check=True, text=True)

@@ -11,7 +11,7 @@ _MAX_CODE = 100_000
 
 @dataclass(frozen=True)
 class Limits:
-    """What one call may use. More ends it, or fails in its code; the text that it returns says which."""
+    """The limits of one call. More ends it, or fails in its code; the text that it returns says which."""
 
     time_s: float = 5.0
     """Seconds until all of its processes are killed; each may compute for as long."""
@@ -96,7 +96,7 @@ class PythonTool:
         return f"{error}\nIt had printed:\n{_cut(output, ended.num_left_out, left)}"
 
     def _error(self, ended: Ended) -> str:
-        """What went wrong, or ""."""
+        """The error of a run, or ""."""
         report, limits = ended.report, self.limits
         if ended.num_left_out > MAX_OUTPUT:
             return f"it was stopped because it printed more than {MAX_OUTPUT:,} characters"

@@ -95,7 +95,7 @@ class Sampler:
 
 
 def does(thread_id: int) -> tuple[int, int]:
-    """What the thread with this id of the kernel does, as in cpu.cpp, and the file descriptor of that or -1. Keeps the
+    """The activity of the thread with this id of the kernel, as in cpu.cpp, and its file descriptor or -1. Keeps the
     interpreter's lock.
     """
     argument = ctypes.c_long(-1)

@@ -125,7 +125,7 @@ def starved(f: Facts) -> Saving | None:
 
 
 def fewer_processes(f: Facts) -> str:
-    """What to do about other processes, among which are those that the run itself started."""
+    """Advice on other processes, among which are those that the run itself started."""
     own = "recipe.scale.workers" in f.values and f.number("recipe.scale.workers", 0.0) > 0
     if own or f.number("setup.num_ranks", 1) > 1:
         return "processes of this run are among them: give it fewer workers or ranks, or more cores; stop all others"

@@ -63,7 +63,7 @@ def no_signal_groups(f: Facts) -> Saving | None:
 
 
 def for_signal(f: Facts) -> str:
-    """What gives groups rewards that differ. Fewer prompts alone do not: as many of them in ten would teach nothing."""
+    """Advice for groups whose rewards differ. Fewer prompts alone do not help: as many in ten would teach nothing."""
     dropped, drawn = f.number("groups/num_dropped"), f.number("groups/num_drawn")
     if teaches_nothing(f) and f.number("reward_std", 1.0) < 1e-6:
         return (
@@ -93,7 +93,7 @@ def livelier_temperature(f: Facts) -> object:
 
 
 def larger_cache(f: Facts) -> str:
-    """How to have a cache for all slots."""
+    """Advice for a cache for all slots."""
     if f.values.get("recipe.rollout.kv_cache_mb") is not None:
         return "let the cache have what all slots need"
     return "null takes up to a quarter of the memory: set rollout.kv_cache_mb to more, or lower rollout.max_new_tokens"

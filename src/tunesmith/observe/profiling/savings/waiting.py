@@ -36,7 +36,7 @@ def gil(f: Facts) -> Saving | None:
 
 
 def away_from_lock(f: Facts) -> str:
-    """What to do about Python code in other threads."""
+    """Advice on Python code in other threads."""
     advice = "take Python work in other threads to another process"
     if "recipe.reward" not in f.values:
         return advice
@@ -81,7 +81,7 @@ def slow_tools(f: Facts) -> Saving | None:
 
 
 def for_tools(f: Facts) -> str:
-    """What makes replies sooner: fewer stragglers, more calls at a time, or more trajectories to go on with."""
+    """Advice for sooner replies: fewer stragglers, more calls at a time, or more trajectories to go on with."""
     mean_s, longest_s = f.number("environment/reply_mean_s"), f.number("environment/reply_max_s")
     if longest_s > 5 * mean_s:
         return "a few replies are much slower than the others: cache what they look up, or lower environment.timeout_s"
@@ -146,7 +146,7 @@ def sample_every(f: Facts) -> int:
 
 
 def less_recorded(f: Facts) -> str:
-    """What to do about a slow record of the steps."""
+    """Advice on a slow record of the steps."""
     if f.values.get("recipe.run.report_to"):
         return "leave out trackers that are slow, or write their files to a local disk"
     if sample_every(f) != f.number("recipe.run.sample_every", 1):
@@ -203,7 +203,7 @@ def memory_growth(f: Facts) -> Saving | None:
 
 
 def what_grows(f: Facts) -> str:
-    """Where to look for what keeps objects."""
+    """The place to look for what keeps objects."""
     if "recipe.reward" in f.values:
         return (
             "look for what keeps objects: lists or caches in a reward function, or in a callback, grow with each call"
