@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.apps.cli.options import Positional, UseAppendAction, flag, parse_known
+from tunesmith.apps.cli.options import EnvironmentFlags, Positional, UseAppendAction, flag, parse_known
 from tunesmith.apps.cli.output import Output, reporting, wants_progress
 from tunesmith.base.core.log import visible
 
@@ -35,7 +35,7 @@ class _TrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PromptsOptions(_TrainOptions):
+class _PromptsOptions(EnvironmentFlags, _TrainOptions):
     prompts: Annotated[
         str | None, flag("File, folder or hub id with a `prompt` column, films, or arithmetic.", "SOURCE")
     ] = None
@@ -43,12 +43,6 @@ class _PromptsOptions(_TrainOptions):
         tuple[str, ...],
         UseAppendAction,
         flag("./file.py:function, built-in or reward model; repeatable.", "SOURCE"),
-    ] = ()
-    environment: Annotated[
-        str | None, flag("./file.py:Class that the policy talks to over several turns.", "SOURCE")
-    ] = None
-    tools: Annotated[
-        tuple[str, ...], UseAppendAction, flag("./file.py:function that the model may call; repeatable.", "SOURCE")
     ] = ()
 
 

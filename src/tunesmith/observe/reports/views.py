@@ -89,7 +89,26 @@ def comparison_tiles(comparison: Facts) -> tuple[Tile, ...]:
         Tile("Paired permutation test", p_value(comparison.get("p_value")), f"two-sided, over prompts{method}"),
         Tile("KL to the model before", f"{kl} nats", "per completion, on the samples after"),
         Tile("Distinct-2, after / before", ratio, variety),
+        *_win_tiles(comparison),
     )
+
+
+def _win_tiles(comparison: Facts) -> list[Tile]:
+    """The win rate, and of trajectories turns, calls and what ended them; empty for pages of older releases."""
+    if "win_rate" not in comparison:
+        return []
+    low, high = map(percent, comparison.get("win_rate_interval") or (None, None))
+    tiles = [Tile("Win rate", percent(comparison["win_rate"]), f"ties half, 95\u202f% interval {low} to {high}")]
+    found: Facts | None = comparison.get("environment")
+    if found:
+        sides = ("before", "after")
+        calls = " and ".join(decimal(found.get(f"calls_{side}"), 2) for side in sides)
+        turns = " → ".join(decimal(found.get(f"turns_{side}"), 2) for side in sides)
+        shares: list[Facts] = [found.get(f"stop_reasons_{side}") or {} for side in sides]
+        ended = [", ".join(f"{name} {percent(value)}" for name, value in side.items()) for side in shares]
+        tiles.append(Tile("Turns", turns, f"{calls} calls of a trajectory"))
+        tiles.append(Tile("Ended, after", ended[1], f"before: {ended[0]}"))
+    return tiles
 
 
 def _out_of(facts: Facts) -> str:
