@@ -28,8 +28,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tunesmith.base.config.load import Overrides
     from tunesmith.base.config.sections import EnvironmentSection
     from tunesmith.engine.batch.rollout import SamplingParams
@@ -112,18 +110,15 @@ def parse_with_environment(
     return parsed, overrides
 
 
-def environment_of(overrides: "Overrides", recipe: "Path | None" = None) -> "EnvironmentSection":
-    """The section `environment` that the `overrides` give, over that of the file `recipe`, if it has one.
+def environment_of(overrides: "Overrides") -> "EnvironmentSection":
+    """The section `environment` that the `overrides` give.
 
     Raises ConfigError for a key that there is not, or a value that is not allowed.
     """
-    from tunesmith.base.config.load import load_recipe, read_algorithm, schema_of
+    from tunesmith.base.config.load import load_recipe
     from tunesmith.base.config.recipe import PolicyRecipe
 
-    algorithm = "grpo" if recipe is None else read_algorithm(recipe)
-    if not issubclass(schema_of(algorithm), PolicyRecipe):
-        algorithm, recipe = "grpo", None
-    found = load_recipe(algorithm, file=recipe, overrides=overrides.values, origins=overrides.origins).recipe
+    found = load_recipe("grpo", overrides=overrides.values, origins=overrides.origins).recipe
     assert isinstance(found, PolicyRecipe)
     return found.environment
 

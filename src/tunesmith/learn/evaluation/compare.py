@@ -48,7 +48,7 @@ LogProbs = Callable[[Sequence[Group], float], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two models: its name in tables, its engine, its log-probs of given completions, and what it talks to."""
+    """One of the two models: name in tables, engine, log-probs of given completions, and what it talks to."""
 
     name: str
     engine: Engine
