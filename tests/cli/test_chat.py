@@ -189,13 +189,13 @@ def test_a_game_is_played_to_its_end_and_begins_anew(tmp_path: Path) -> None:
     assert again == first.replace("two", "four").replace("one", "three", 1)
 
 
-def test_a_run_has_the_tools_that_it_was_trained_with(
+def test_a_run_has_the_environment_that_it_was_trained_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(TOOLS)
     settings = {"rollout.max_new_tokens": 4, "rollout.prompts_per_step": 1, "run.dir": str(tmp_path / "runs")}
-    environment = {"tools": [f"{file}:multiply"], "max_turns": 2}
+    environment = {"source": f"{file}:Game", "max_turns": 2}
     run = train.grpo(
         model="tiny:llama", prompts=["a"], environment=environment, steps=1, progress=False, **settings
     ).run_dir
@@ -206,9 +206,9 @@ def test_a_run_has_the_tools_that_it_was_trained_with(
         assert main([*words, *flags]) == 0
         return capsys.readouterr().err
 
-    assert f"was trained with {file}:multiply, which it has here too; --no-tools" in said()
+    assert f"was trained with {file}:Game, which it has here too; --no-tools" in said()
     assert "trained with" not in said("--no-tools")
-    assert "trained with" not in said("--tools", "calculator")
+    assert "trained with" not in said("--environment", f"{file}:Game")
     file.unlink()
     assert "which is left out: " in said()
 
