@@ -15,6 +15,7 @@ from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
 from tunesmith.engine.batch.rollout import StopReason
 from tunesmith.learn.environments.contract import Reply, Said
+from tunesmith.learn.trainers import metrics
 from tunesmith.observe.reports.text import answer_text
 from tunesmith.train import RunResult
 
@@ -206,3 +207,30 @@ def test_the_report_shows_turns_calls_and_rewards(tmp_path) -> None:
     assert row["stop_reason"] in get_args(StopReason)
     text = answer_text(row)
     assert "[reward " in text and f"[ended: {row['stop_reason']}]" in text
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_samples_have_the_tokens_of_each_turn_and_what_they_are_learnt_with(algorithm, tmp_path) -> None:
+    result = run(algorithm, tmp_path, **{"grpo.turn_advantages": True} if algorithm == "grpo" else {})
+    rows = [json.loads(line) for line in (result.run_dir / "samples.jsonl").read_text().splitlines()]
+    for row in rows:
+        parts = row["tokens"]["parts"]
+        turns = [part for part in parts if "turn" in part]
+        assert [part["turn"] for part in turns] == list(range(1, len(turns) + 1))
+        assert sum(len(part["pieces"]) for part in turns) == row["num_tokens"]
+        assert all(len(part["pieces"]) == len(part["logps"]) and max(part["logps"]) <= 0 for part in turns)
+        said = [message for message in row["messages"] if message["role"] == "assistant"]
+        assert [part.get("reward") for part in turns] == [message.get("reward") for message in said]
+        assert row["tokens"]["left_out"] == 0
+    learnt = [part["advantage"] for row in rows for part in row["tokens"]["parts"] if "advantage" in part]
+    assert learnt and not any("advantage" in part for row in rows for part in row["tokens"]["parts"][1::2])
+    assert {isinstance(one, list) for one in learnt} == ({True, False} if algorithm == "ppo" else {False})
+
+
+def test_the_tokens_of_a_sample_are_bounded(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_TOKENS", 10)
+    result = run("grpo", tmp_path, steps=1)
+    for line in (result.run_dir / "samples.jsonl").read_text().splitlines():
+        tokens = json.loads(line)["tokens"]
+        assert sum(len(part["pieces"]) for part in tokens["parts"]) == 10
+        assert tokens["left_out"] > 0

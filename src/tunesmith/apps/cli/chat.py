@@ -222,13 +222,12 @@ def _load(
     from tunesmith.engine.models.load import load_policy
     from tunesmith.engine.rollout.engine import check_request
     from tunesmith.engine.rollout.factory import open_engine
+    from tunesmith.learn.environments.chat import Partner
+    from tunesmith.learn.environments.sources import opener
 
     check_request([Prompt("chat", "")], 1, _sampling(options, 0))  # before a model is loaded
     open_episode: Open | None = None
     if section is not None:
-        from tunesmith.learn.environments.chat import Partner
-        from tunesmith.learn.environments.sources import opener
-
         named = ", ".join(filter(None, (section.source, *section.tools)))
         try:
             open_episode = opener(section)
