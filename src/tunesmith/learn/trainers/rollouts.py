@@ -116,12 +116,16 @@ class Rollouts:
         return self.engine.generate(prompts, n, sampling, on_group=on_group)
 
     def mean_reward(self, prompts: Sequence[Prompt]) -> Metrics:
-        """`eval/reward`: mean reward of one completion of each prompt, with the same noise at every step, if any."""
+        """`eval/reward`: mean reward of one completion of each prompt, with the same noise at every step, if any.
+        With an environment also how the trajectories went, but for seconds.
+        """
         if not prompts:
             return {}
         with span("evaluate"):
             sampling = sampling_params(self.cfg, derive(self.seed, "evaluate", 0))
-            return {"eval/reward": self.scorer.score(self.generate(prompts, 1, sampling)).metrics()["reward"]}
+            groups = self.generate(prompts, 1, sampling)
+            went = {f"eval/{k}": v for k, v in metrics.trajectory_metrics(groups).items() if not k.endswith("_s")}
+            return {"eval/reward": self.scorer.score(groups).metrics()["reward"], **went}
 
 
 def sampling_params(cfg: RolloutSection, seed: int) -> SamplingParams:

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from tunesmith.base.config.yaml_text import is_list, is_mapping
 from tunesmith.base.runs.listing import number
 from tunesmith.observe.profiling.diagnosis import Diagnosis, setting_lines
 from tunesmith.observe.reports.figures import evenly
@@ -229,16 +229,14 @@ def _step_sample(row: Facts) -> tuple[str, bool, ScoredText, tuple[TokenPart, ..
 
 def token_parts(sample: Facts) -> tuple[TokenPart, ...]:
     """The tokens of a trajectory by turns; empty for a sample without them, as runs of older releases have."""
-    tokens: Any = sample.get("tokens")
-    found: Any = tokens.get("parts") if isinstance(tokens, Mapping) else None  # pyright: ignore[reportUnknownMemberType]
-    if not isinstance(found, list):
+    tokens = sample.get("tokens")
+    if not is_mapping(tokens):
         return ()
-    rows: list[Any] = found
     parts: list[TokenPart] = []
     num_left = MOST_TOKENS
-    for row in rows:
-        if isinstance(row, Mapping) and num_left > 0:
-            parts.append(_token_part(row, num_left))  # pyright: ignore[reportUnknownArgumentType]
+    for row in _list(tokens.get("parts")):
+        if is_mapping(row) and num_left > 0:
+            parts.append(_token_part(row, num_left))
             num_left -= len(parts[-1].tokens)
     left_out = number(tokens.get("left_out")) or 0
     if left_out > 0:
@@ -246,9 +244,9 @@ def token_parts(sample: Facts) -> tuple[TokenPart, ...]:
     return tuple(parts)
 
 
-def _token_part(part: Facts, limit: int) -> TokenPart:
+def _token_part(part: Mapping[str, object], limit: int) -> TokenPart:
     pieces, logps = (_list(part.get(name)) for name in ("pieces", "logps"))
-    given: Any = part.get("advantage")
+    given = part.get("advantage")
     each = _list(given) or [given] * len(pieces)
     tokens: list[Token] = []
     for place, piece in enumerate(pieces[:limit]):
@@ -268,8 +266,8 @@ def _token_part(part: Facts, limit: int) -> TokenPart:
     return TokenPart(", ".join(words), is_drawn, tuple(tokens))
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _list(value: object) -> Sequence[object]:
+    return value if is_list(value) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,7 @@ function sample({ prompt, completion, reward, rewards, finish_reason: reason, nu
   );
 }
 
-const SHADES = ["likely", "90 %", "50 %", "10 %", "below 1 %"];
+const SHADES = ["above 90 %", "above 50 %", "above 10 %", "above 1 %", "below"];
 
 /** The tokens of a trajectory by turns, made when they are asked for. */
 function tokenView(parts) {
