@@ -62,9 +62,8 @@ def run(algorithm: str, folder: Path, steps: int = 3, **given: Any) -> RunResult
         "environment_factory": Talks,
         **given,
     }
-    return getattr(train, algorithm)(
-        model="tiny:llama", prompts=["a", "b", "c"], steps=steps, progress=False, **options
-    )
+    given = {"model": "tiny:llama", "prompts": ["a", "b", "c"], "steps": steps, "progress": False}
+    return getattr(train, algorithm)(**{**given, **options})
 
 
 def digest(result: RunResult) -> bytes:
@@ -234,3 +233,20 @@ def test_the_tokens_of_a_sample_are_bounded(tmp_path, monkeypatch) -> None:
         tokens = json.loads(line)["tokens"]
         assert sum(len(part["pieces"]) for part in tokens["parts"]) == 10
         assert tokens["left_out"] > 0
+
+
+def test_held_out_prompts_are_evaluated_by_trajectories(tmp_path) -> None:
+    settings = {"prompts": ["a", "b", "c", "d"], "prompts.heldout_fraction": 0.5, "run.eval_every": 1}
+    result, again = (run("grpo", tmp_path / name, steps=2, **settings) for name in ("one", "two"))
+    for row in result.metrics:
+        assert row["eval/environment/turns"] > 1 and row["eval/environment/errors"] == 0
+        assert sum(value for name, value in row.items() if name.startswith("eval/environment/ended/")) == 1.0
+    assert timeless(again) == timeless(result)
+
+
+def test_an_environment_given_from_python_is_in_the_estimate(tmp_path, capsys) -> None:
+    result = run("grpo", tmp_path, steps=1, progress=True)
+    assert "3 turns of 8 tokens with replies of 16, 72 tokens at most" in capsys.readouterr().err
+    alone = run("grpo", tmp_path, steps=1, environment_factory=None, environment={}, reward="length")
+    of_both = [json.loads((one.run_dir / "setup.json").read_text())["estimate_gb"] for one in (result, alone)]
+    assert of_both[0]["logits"] > of_both[1]["logits"]

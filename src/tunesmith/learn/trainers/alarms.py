@@ -102,8 +102,8 @@ def _nothing_earned(rows: Sequence[Row], section: AlarmsSection) -> str:
     if len(last) < _STEPS_WITHOUT or any(row.get(name, 1.0) != 0.0 for row in last for name in names):
         return ""
     return (
-        f"no turn and no trajectory earned anything in {_STEPS_WITHOUT} steps: look at the turns in samples.jsonl, give "
-        "a part of the reward for a part of the way (`ToolResult.reward`), or show the way by a few steps of SFT"
+        f"no turn and no trajectory earned anything in {_STEPS_WITHOUT} steps: look at the turns in samples.jsonl, "
+        "give a part of the reward for a part of the way (`ToolResult.reward`), or show the way by a few steps of SFT"
     )
 
 

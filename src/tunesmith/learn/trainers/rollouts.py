@@ -316,6 +316,27 @@ class PolicyTask:
             num_heldout=len(self.data.heldout),
             reward_parameters=[model.model.num_parameters() for model in self.scorer.models.values()],
             demonstration_tokens=fmean(one.num_used for one in self.demonstrations) if self.demonstrations else 0.0,
+            trajectory_tokens=self._most_tokens,
+        )
+
+    @property
+    def _most_tokens(self) -> tuple[int, int] | None:
+        """(Tokens of a trajectory at most, those of them that are drawn); None without an environment."""
+        if self.conversations is None:
+            return None
+        most = self.conversations.max_tokens
+        most = min(most, context_length(self.loaded.model) or most)
+        return most, min(most, self.cfg.environment.max_turns * self.cfg.rollout.max_new_tokens)
+
+    @property
+    def assumed(self) -> str:
+        """How long the estimate takes trajectories to be; empty without an environment."""
+        if (tokens := self._most_tokens) is None:
+            return ""
+        section = self.cfg.environment
+        return (
+            f"the longest trajectories, {section.max_turns} turns of {self.cfg.rollout.max_new_tokens} tokens with "
+            f"replies of {section.max_reply_tokens}, {tokens[0]:,} tokens at most, and no wait for replies"
         )
 
     def batch(self, index: int) -> list[Prompt]:
