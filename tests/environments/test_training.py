@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from tunesmith import train
 from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
-from tunesmith.engine.batch.rollout import StopReason
+from tunesmith.base.schema.records import Prompt
+from tunesmith.engine.batch.rollout import Completion, Group, StopReason, Trajectory, Turn
+from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.learn.environments.contract import Reply, Said
 from tunesmith.learn.trainers import metrics
 from tunesmith.observe.reports.text import answer_text
@@ -250,3 +253,28 @@ def test_an_environment_given_from_python_is_in_the_estimate(tmp_path, capsys) -
     alone = run("grpo", tmp_path, steps=1, environment_factory=None, environment={}, reward="length")
     of_both = [json.loads((one.run_dir / "setup.json").read_text())["estimate_gb"] for one in (result, alone)]
     assert of_both[0]["logits"] > of_both[1]["logits"]
+
+
+def test_tokens_of_a_rewritten_history_are_those_of_both_sequences() -> None:
+    ids = tuple(tiny_model("llama").tokenizer("abcdef", add_special_tokens=False)["input_ids"])
+    logps = (-0.5, -1.0, 0.0, 0.0, -2.0, -3.0)
+
+    def part(start: int, stop: int, *turns: Turn, **more: Any) -> Completion:
+        told = Trajectory(turns, ({"role": "assistant", "content": "ab"},), "completed", 1.0)
+        return Completion(ids[start:stop], logps[start:stop], logps[start:stop], "ef", "stop", trajectory=told, **more)
+
+    first = part(0, 4, Turn(0, 2, reward=1.0))
+    both = part(4, 6, Turn(0, 2), earlier=(first,), prompt_ids=(1, 2))
+    learnt = metrics.Learnt((0, 0), torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]]))
+    group = Group(Prompt("a", "a"), (1,), (both,), 0)
+    (row,) = metrics.sample_rows([group], None, 1, tokenizer=tiny_model("llama").tokenizer, learnt=learnt)
+    assert row["tokens"] == {
+        "parts": [
+            {"turn": 1, "pieces": ["a", "b"], "logps": [-0.5, -1.0], "reward": 1.0, "advantage": 0.5},
+            {"pieces": ["c", "d"]},
+            {"turn": 2, "pieces": ["e", "f"], "logps": [-2.0, -3.0], "advantage": [1.0, 2.0], "sample": 2},
+        ],
+        "left_out": 0,
+    }
+    (row,) = metrics.sample_rows([group], None, 1, tokenizer=tiny_model("llama").tokenizer)
+    assert not any("advantage" in one for one in row["tokens"]["parts"])

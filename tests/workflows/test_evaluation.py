@@ -28,6 +28,8 @@ from tunesmith.learn.environments.sources import opener
 from tunesmith.learn.evaluation.compare import Comparison, Side, compare, recompute, summed_logps
 from tunesmith.learn.rewards.scorer import Scorer
 
+SIX = SamplingParams(max_new_tokens=6, seed=1)
+
 
 def _prompts(tmp_path: Path) -> str:
     file = tmp_path / "prompts.jsonl"
@@ -37,7 +39,7 @@ def _prompts(tmp_path: Path) -> str:
 
 def test_a_model_against_itself_is_a_draw(tmp_path: Path) -> None:
     prompts = _prompts(tmp_path)
-    result = run_comparison("tiny:llama", "tiny:llama", prompts, "length", num_completions=2, max_new_tokens=6, seed=1)
+    result = run_comparison("tiny:llama", "tiny:llama", prompts, "length", num_completions=2, sampling=SIX)
     assert result.num_improved == 0
     assert result.mean_before == result.mean_after
     assert result.kl_per_sequence == 0.0
@@ -46,7 +48,7 @@ def test_a_model_against_itself_is_a_draw(tmp_path: Path) -> None:
 
 def test_two_models_differ_and_every_figure_follows_from_the_samples_file(tmp_path: Path) -> None:
     prompts = _prompts(tmp_path)
-    result = run_comparison("tiny:llama", "tiny:qwen2", prompts, "unique_chars", num_completions=2, max_new_tokens=6)
+    result = run_comparison("tiny:llama", "tiny:qwen2", prompts, "unique_chars", num_completions=2, sampling=SIX)
     assert result.kl_per_sequence != 0.0
     assert recompute(result.write_samples_jsonl(tmp_path / "samples.jsonl")) == result.figures()
 
@@ -72,8 +74,8 @@ def _game(tmp_path: Path, *, breaks: bool = False) -> EnvironmentSection:
 
 def _play(tmp_path: Path, after: str, *, breaks: bool = False) -> Comparison:
     environment = _game(tmp_path, breaks=breaks)
-    settings = {"num_completions": 3, "max_new_tokens": 6, "seed": 1}
-    return run_comparison("tiny:llama", after, _prompts(tmp_path), environment=environment, **settings)
+    prompts = _prompts(tmp_path)
+    return run_comparison("tiny:llama", after, prompts, environment=environment, sampling=SIX, num_completions=3)
 
 
 def test_a_model_that_plays_against_itself_has_the_same_trajectories(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ class Unbelieved:
 
 def test_a_missing_prompt_file_is_an_input_error() -> None:
     with pytest.raises(InputError, match=r"absent\.jsonl"):
-        run_comparison("tiny:llama", "tiny:llama", "absent.jsonl", "length")
+        run_comparison("tiny:llama", "tiny:llama", "absent.jsonl", "length", sampling=SIX)
 
 
 def votes(subject: str, count: int) -> list[Pair]:

@@ -49,6 +49,7 @@ def compare(words: Sequence[str]) -> None:
     environment = environment_of(overrides)
     before = base_of(Path(options.after).expanduser()) if options.before == "base" else options.before
     from tunesmith.apps.workflows.evaluation import run_comparison
+    from tunesmith.engine.batch.rollout import SamplingParams
     from tunesmith.learn.evaluation.tables import comparison_table
     from tunesmith.observe.reports.html import write_comparison_report
 
@@ -59,9 +60,8 @@ def compare(words: Sequence[str]) -> None:
             options.prompts,
             options.scorer,
             environment=environment,
+            sampling=SamplingParams(max_new_tokens=options.max_new_tokens, seed=options.seed),
             num_completions=options.num_completions,
-            max_new_tokens=options.max_new_tokens,
-            seed=options.seed,
             trust_remote_code=options.trust_remote_code,
         )
         if options.html:

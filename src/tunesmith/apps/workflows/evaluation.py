@@ -38,16 +38,15 @@ class Outcome:
     run_dir: Path
 
 
-def run_comparison(  # noqa: PLR0913 - the flags of the command
+def run_comparison(
     before: str,
     after: str,
     prompts: str,
     scorer: str | None = None,
     *,
     environment: EnvironmentSection | None = None,
+    sampling: SamplingParams,
     num_completions: int = 8,
-    max_new_tokens: int = 32,
-    seed: int = 0,
     trust_remote_code: bool = False,
 ) -> Comparison:
     """The comparison of the models named `before` and `after` on the prompts of a file.
@@ -72,14 +71,14 @@ def run_comparison(  # noqa: PLR0913 - the flags of the command
             if open_episode is not None:
                 context = context_length(loaded.model)
                 talks = Conversations(
-                    open_episode, loaded.tokenizer, environment, max_new_tokens=max_new_tokens, context=context
+                    open_episode, loaded.tokenizer, environment, max_new_tokens=sampling.max_new_tokens, context=context
                 )
                 opened.callback(talks.close)
                 talks.check()
                 side = replace(side, conversations=talks)
             sides.append(side)
         first, second = sides
-        sampling = SamplingParams(max_new_tokens=max_new_tokens)
+        seed = sampling.seed or 0
         return compare(first, second, rows, scoring, sampling, num_completions=num_completions, seed=seed)
 
 

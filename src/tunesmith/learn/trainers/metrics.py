@@ -295,33 +295,42 @@ def _tokens(
     if completion.trajectory is None:
         return {}
     parts: list[dict[str, object]] = []
-    number, num_left = 0, MOST_TOKENS
-    total = sum(len(sample.token_ids) for sample in completion.samples)
     piece_of = _pieces(tokenizer)
     for index, sample in enumerate(completion.samples):
-        begun, turns = len(parts), sample.trajectory_turns
-        for turn, behind in zip(turns, (*(one.start for one in turns[1:]), len(sample.token_ids)), strict=True):
-            number += 1
-            stop = min(turn.stop, turn.start + num_left)
-            if stop > turn.start:
-                part: dict[str, object] = {
-                    "turn": number,
-                    "pieces": [*map(piece_of, sample.token_ids[turn.start : stop])],
-                }
-                part["logps"] = [round(logp, 3) for logp in sample.raw_logps[turn.start : stop]]
-                part |= {} if turn.reward is None else {"reward": turn.reward}
-                if index < len(advantages):
-                    of_tokens = [round(one, 4) for one in advantages[index][turn.start : stop]]
-                    part["advantage"] = of_tokens[0] if len({*of_tokens}) == 1 else of_tokens
-                parts.append(part)
-                num_left -= stop - turn.start
-            replied = sample.token_ids[turn.stop : min(behind, turn.stop + num_left)]
-            if replied:
-                parts.append({"pieces": [*map(piece_of, replied)]})
-                num_left -= len(replied)
-        if index and begun < len(parts):
-            parts[begun]["sample"] = index + 1
-    return {"tokens": {"parts": parts, "left_out": total - (MOST_TOKENS - num_left)}}
+        number = 1 + sum("turn" in part for part in parts)
+        own = _parts(sample, number, piece_of, advantages[index] if index < len(advantages) else None)
+        if index and own:
+            own[0]["sample"] = index + 1
+        parts += own
+    kept: list[dict[str, object]] = []
+    num_left = MOST_TOKENS
+    for part in parts:
+        lists = {name: value for name, value in part.items() if isinstance(value, list)}
+        cut = {**part, **{name: value[:num_left] for name, value in lists.items()}}
+        kept += [cut] if num_left else []
+        num_left -= min(num_left, len(lists["pieces"]))
+    total = sum(len(sample.token_ids) for sample in completion.samples)
+    return {"tokens": {"parts": kept, "left_out": total - MOST_TOKENS + num_left}}
+
+
+def _parts(
+    sample: Completion, number: int, piece_of: Callable[[int], str], advantages: Sequence[float] | None
+) -> list[dict[str, object]]:
+    """The parts of one sequence of a trajectory, whose turns are counted from `number`."""
+    parts: list[dict[str, object]] = []
+    turns = sample.trajectory_turns
+    ends = (*(turn.start for turn in turns[1:]), len(sample.token_ids))
+    for place, (turn, end) in enumerate(zip(turns, ends, strict=True)):
+        drawn, replied = sample.token_ids[turn.start : turn.stop], sample.token_ids[turn.stop : end]
+        part: dict[str, object] = {"turn": number + place, "pieces": [*map(piece_of, drawn)]}
+        part["logps"] = [round(logp, 3) for logp in sample.raw_logps[turn.start : turn.stop]]
+        part |= {} if turn.reward is None else {"reward": turn.reward}
+        if advantages is not None:
+            of_tokens = [round(one, 4) for one in advantages[turn.start : turn.stop]]
+            part["advantage"] = of_tokens[0] if len({*of_tokens}) == 1 else of_tokens
+        parts.append(part)
+        parts += [{"pieces": [*map(piece_of, replied)]}] if replied else []
+    return parts
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:

@@ -169,8 +169,8 @@ def led(
     learner = task.build()
     estimate = task.estimate()
     announce(estimate, progress, device)
-    if isinstance(task, PolicyTask) and task.assumed:
-        setup.say(f"estimates assume {task.assumed}", enabled=progress)
+    if assumed := getattr(task, "assumed", ""):
+        setup.say(f"estimates assume {assumed}", enabled=progress)
     if progress and estimate.work.preparation != Work():
         announce_time(estimate.work.preparation.seconds(cost), "what comes before the first step")
     identity = {**agreed(task.prepare(learner, progress)), "the device": device.type}
