@@ -329,7 +329,8 @@ def _parts(
             of_tokens = [round(one, 4) for one in advantages[turn.start : turn.stop]]
             part["advantage"] = of_tokens[0] if len({*of_tokens}) == 1 else of_tokens
         parts.append(part)
-        parts += [{"pieces": [*map(piece_of, replied)]}] if replied else []
+        if replied:
+            parts.append({"pieces": [*map(piece_of, replied)]})
     return parts
 
 
