@@ -10,7 +10,7 @@ from tunesmith.base.core.errors import InputError
 from tunesmith.base.schema.records import Message, Prompt
 from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
-from tunesmith.engine.models.tool_messages import as_template_takes, with_tools
+from tunesmith.engine.models.tool_messages import with_tools
 from tunesmith.engine.models.turns import call_ends, parse_answer
 from tunesmith.learn.environments.calls import Shared, TimeLimitError
 from tunesmith.learn.environments.contract import Episode, Reply, Said, clean
@@ -46,10 +46,9 @@ class Partner:
             )
         self._open, self._tokenizer, self._section = open_episode, tokenizer, section
         self._shared = Shared(section.timeout_s)
-        self._hosted: Hosted | None = None
+        self._hosted: Hosted | None = hosted(open_episode, self._shared)
         self._given: list[float] = []
         self.has_begun = False
-        self._hosted = self._opened()
 
     def begin(self, line: str, seed: int) -> tuple[Message, ...]:
         """The first messages of a conversation that begins with `line`, with what the environment adds.
@@ -68,8 +67,7 @@ class Partner:
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """The prompt of the model's next turn."""
         tools = self._opened().episode.tools
-        content = as_template_takes(self._tokenizer, messages)
-        return with_tools(self._tokenizer, Prompt("chat", content, {"tools": list(tools)} if tools else {}))
+        return with_tools(self._tokenizer, Prompt("chat", tuple(messages), {"tools": list(tools)} if tools else {}))
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """`sampling` of a turn, which also ends where a call does."""
