@@ -293,6 +293,8 @@ NOT_RUN: Mapping[str, str] = {
     "engine_reload": "the setting is the default, and no run here is named for it: packed weights are small",
     "slow_callback": "a callback is given in Python, and these runs are started as commands",
     "slow_tools": "these runs talk to no environment; `benchmarks.environments` measures one whose tools are slow",
+    "malformed_calls": "these runs talk to no environment",
+    "broken_prefixes": "these runs talk to no environment",
     "slow_data": "rows are read before training, so the plant would be a defect",
     "garbage_collection": "it depends on the version of Python how long a collection takes",
     "throttled": "it takes the right to set the quota of a control group",

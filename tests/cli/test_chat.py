@@ -1,14 +1,24 @@
 """`tunesmith chat`: answers while they are drawn, Ctrl-C, and what is refused before a model is loaded."""
 
 import io
+import os
+import signal
+import threading
+from pathlib import Path
 
 import pytest
 
+from tunesmith import train
 from tunesmith.apps.cli.chat import Speaker
 from tunesmith.apps.cli.main import main
-from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.base.config.sections import EnvironmentSection
+from tunesmith.base.core.errors import InputError
+from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.engine.models.tokenizer import encode_prompt
 from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.learn.environments.chat import Partner
+from tunesmith.learn.environments.sources import opener
 
 WORDS = ["chat", "tiny:llama", "--backend", "transformers", "--seed", "3"]
 
@@ -69,6 +79,164 @@ def test_ctrl_c_cuts_an_answer_and_the_conversation_goes_on(terminal, capsys: py
     asked = terminal.shown.split("\n> ", 1)[1].split("> ")
     assert len(asked) == 4 and asked[0] and asked[1] == "" and asked[2]
     assert capsys.readouterr().err.count("stopped") == 1
+
+
+TOOLS = """
+import time
+
+
+def multiply(a: int, b: int) -> int:
+    \"\"\"Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    \"\"\"
+    if a == 13:
+        time.sleep(30)
+    return a * b
+
+
+class Game:
+    def reset(self, seed=None):
+        self.num = 0
+        return "Say a word.", {}
+
+    def step(self, action):
+        self.num += 1
+        return "Another.", 0.5, self.num == 2, False, {}
+"""
+
+
+def call(a: int) -> str:
+    return f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": 7}}}}</tool_call>'
+
+
+class Scripted:
+    """An engine that says given texts, as a model would that has learnt to call tools; what is asked is in `asked`."""
+
+    name, is_exact = "scripted", True
+
+    def __init__(self, tokenizer, texts: list[str]) -> None:
+        self._tokenizer, self._texts = tokenizer, texts
+        self.asked: list[str] = []
+
+    def generate(self, prompts, n, sampling, *, on_text=None, **_functions):
+        ids = encode_prompt(self._tokenizer, prompts[0])
+        self.asked.append(self._tokenizer.decode(ids))
+        text = self._texts.pop(0)
+        drawn = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        logps = (0.0,) * len(drawn)
+        on_text(0, 0, text)
+        return [Group(prompts[0], ids, (Completion(drawn, logps, logps, text, "length"),), 0)]
+
+
+def with_tools(tmp_path: Path, *texts: str, **section: object) -> Speaker:
+    (tmp_path / "mine.py").write_text(TOOLS)
+    loaded, given = tiny_model("llama"), EnvironmentSection(**section)
+    given = given if given.is_given else given.model_copy(update={"tools": (f"{tmp_path}/mine.py:multiply",)})
+    partner = Partner(opener(given), loaded.tokenizer, given)
+    return Speaker("tiny", Scripted(loaded.tokenizer, [*texts]), has_template=True, partner=partner)
+
+
+def test_a_call_is_made_and_shown_and_the_model_goes_on(tmp_path: Path) -> None:
+    asked, pieces = with_tools(tmp_path, call(6), "It is 42.", "Bye."), []
+    answer = asked.answer("What is 6 times 7?", SamplingParams(8), pieces.append)
+    assert answer.text == "".join(pieces)
+    assert answer.text.splitlines() == [call(6), '[call multiply {"a": 6, "b": 7}]', "[answer 42]", "It is 42."]
+    assert [one["role"] for one in asked.history] == ["user", "assistant", "tool", "assistant"]
+    assert asked.answer("Thanks.", SamplingParams(8)).text == "Bye."
+    assert "42" in asked.engine.asked[1] and "It is 42." in asked.engine.asked[2]
+    assert all("Multiply two numbers" in prompt for prompt in asked.engine.asked)
+
+
+def test_what_cannot_be_called_is_told_to_the_model(tmp_path: Path) -> None:
+    asked = with_tools(tmp_path, call(6).replace("multiply", "divide"), "<tool_call>{oops</tool_call>", "I give up.")
+    text = asked.answer("6 by 7?", SamplingParams(8)).text
+    assert "there is no tool 'divide'" in text and text.endswith("I give up.")
+    assert text.count("[answer Error: ") == 2
+
+
+def test_the_model_stops_at_its_turns_and_the_person_goes_on(tmp_path: Path) -> None:
+    asked = with_tools(tmp_path, call(1), call(2), "Well.", max_turns=2)
+    assert "2 turns (environment.max_turns), so it is your turn" in asked.answer("hi", SamplingParams(8)).text
+    assert asked.answer("And?", SamplingParams(8)).text == "Well."
+
+
+def test_a_call_that_hangs_ends_at_its_limit_and_the_conversation_goes_on(tmp_path: Path) -> None:
+    asked = with_tools(tmp_path, call(13), call(6), "42", timeout_s=0.2)
+    with pytest.raises(InputError, match=r"longer than 0.2 s \(environment.timeout_s\)"):
+        asked.answer("What is 13 times 7?", SamplingParams(8))
+    assert [one["role"] for one in asked.history] == ["user"]
+    assert asked.answer("And 6?", SamplingParams(8)).text.endswith("[answer 42]\n42")
+
+
+def test_ctrl_c_leaves_a_call_that_runs(tmp_path: Path) -> None:
+    asked = with_tools(tmp_path, call(13), "Hello.")
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    answer = asked.answer("What is 13 times 7?", SamplingParams(8))
+    assert answer.is_cut and answer.text == call(13)
+    assert asked.answer("hello", SamplingParams(8)).text == "Hello."
+    assert [one["content"] for one in asked.history] == ["What is 13 times 7?", "hello", "Hello."]
+
+
+def test_a_game_is_played_to_its_end_and_begins_anew(tmp_path: Path) -> None:
+    asked = with_tools(tmp_path, "one", "two", "three", "four", source=f"{tmp_path}/mine.py:Game")
+    first = asked.answer("Play.", SamplingParams(8)).text
+    assert first.startswith("[environment Say a word.]\none\n[environment Another.]\n[reward 0.5]\ntwo")
+    assert first.endswith("[ended: tool_ended, reward 1; your next line begins anew]") and not asked.history
+    again = asked.answer("Again.", SamplingParams(8)).text
+    assert again == first.replace("two", "four").replace("one", "three", 1)
+
+
+def test_a_run_has_the_environment_that_it_was_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(TOOLS)
+    settings = {"rollout.max_new_tokens": 4, "rollout.prompts_per_step": 1, "run.dir": str(tmp_path / "runs")}
+    environment = {"source": f"{file}:Game", "max_turns": 2}
+    run = train.grpo(
+        model="tiny:llama", prompts=["a"], environment=environment, steps=1, progress=False, **settings
+    ).run_dir
+    words = ["chat", str(run), "--max-new-tokens", "4", "--seed", "1"]
+
+    def said(*flags: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        assert main([*words, *flags]) == 0
+        return capsys.readouterr().err
+
+    assert f"was trained with {file}:Game, which it has here too; --no-tools" in said()
+    assert "trained with" not in said("--no-tools")
+    assert "trained with" not in said("--environment", f"{file}:Game")
+    file.unlink()
+    assert "which is left out: " in said()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tools", "nothing"], "tool 'nothing' is none of calculator"),
+        (["--tools", "calculator", "--no-tools"], "--no-tools leaves them out; give one of both"),
+        (["--environment", "./nowhere.py:Game"], "nowhere.py"),
+        (["--tools", "calculator", "--environment.timeout-s", "-1"], "environment.timeout_s: -1 given"),
+        (["--tool", "calculator"], "'--tool' is no flag of `tunesmith chat`; did you mean --tools?"),
+    ],
+)
+def test_bad_tools_are_refused_before_a_model_is_loaded(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "no/such/model", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tools_need_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = tiny_model("llama")
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.chat_template = None
+    loaded.tokenizer.save_pretrained(tmp_path)
+    assert main(["chat", str(tmp_path), "--tools", "calculator"]) == 2
+    assert "this one has none; take an instruction-tuned model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

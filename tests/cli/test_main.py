@@ -88,6 +88,9 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
     assert all(name in shown for name in COMMANDS)
 
 
+COMPARE = ["compare", "--before", "tiny:llama", "--after", "tiny:llama", "--prompts", "films"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -96,7 +99,7 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
         (["train"], "one word is missing; there are `tunesmith train sft`, `tunesmith train reward`"),
         (["train", "pop"], "there is no `train pop`; did you mean ppo?"),
         (["recipes", "show"], "missing: NAME"),
-        (["compare", "--before", "a"], "missing: --after B, --prompts FILE, --scorer SOURCE"),
+        (["compare", "--before", "a"], "missing: --after B, --prompts FILE"),
         (["generate", "--prompt", "x", "--top-p", "high"], "--top-p: 'high' is no number"),
         (["generate", "--prompt", "x", "-n", "2.5"], "-n/--num-completions: '2.5' is no whole number"),
         (["validate", "--al"], "'--al' is no flag of `tunesmith validate`; did you mean --all?"),
@@ -109,6 +112,15 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
         (["generate", "a", "--model", "b", "--prompt", "x"], "two models are given, a and --model b"),
         (["generate", "--prompt", "x", "--prompts", "y"], "give either --prompt TEXT or --prompts FILE"),
         (["chat", "tiny:llama", "--against", "base"], "tiny:llama is no run folder"),
+        (COMPARE, "nothing scores the completions; name a reward with --scorer"),
+        ([*COMPARE, "--reward", "environment"], "nothing scores the completions"),
+        ([*COMPARE, "--tools", "calculatr"], "tool 'calculatr' is none of calculator, search, python"),
+        ([*COMPARE, "--tools", "search"], "the tool `search` needs a folder; set environment.search_folder"),
+        ([*COMPARE, "--environment", "./nowhere.py:Game"], "nowhere.py"),
+        ([*COMPARE, "--tools", "calculator", "--environment.max-turns", "0"], "environment.max_turns: 0 given"),
+        ([*COMPARE, "--tools", "calculator", "--environment.max-turn", "2"], "environment.max_turn"),
+        ([*COMPARE, "--tools", "calculator", "--max-turns", "2"], "'--max-turns' is no flag of `tunesmith compare`"),
+        (["compare", "--before", "base", *COMPARE[3:], "--tools", "calculator"], "tiny:llama is no run folder"),
         (["export", "/nowhere", "x"], "/nowhere is no folder"),
     ],
 )

@@ -18,7 +18,7 @@ from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.models.turns import parse_answer
 from tunesmith.engine.rollout.factory import open_engine
 from tunesmith.learn.environments.contract import Call, Reply, Said, ToolEpisode, ToolResult
-from tunesmith.learn.environments.episodes import Conversations, _said
+from tunesmith.learn.environments.episodes import Conversations, said_of
 
 PROMPTS = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate("abcd")]
 LOADED = tiny_model("llama", dtype=torch.float32)
@@ -200,8 +200,8 @@ def test_to_an_environment_without_tools_the_whole_answer_is_said() -> None:
     turn = Completion((5,), (-1.0,), (-1.0,), said, "stop")
     answer = parse_answer(LOADED.tokenizer, "", LOADED.tokenizer(said)["input_ids"])
     assert answer.malformed is not None
-    assert _said(turn, answer, has_tools=False) == Said(said)
-    assert _said(turn, answer, has_tools=True).calls[0].error == answer.malformed
+    assert said_of(turn, answer, has_tools=False) == Said(said)
+    assert said_of(turn, answer, has_tools=True).calls[0].error == answer.malformed
 
 
 def test_an_episode_that_hangs_is_closed_once_its_call_ends() -> None:

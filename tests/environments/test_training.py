@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from tunesmith import train
 from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import Completion, Group, StopReason, Trajectory, Turn
+from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.learn.environments.contract import Reply, Said, ToolEpisode
+from tunesmith.learn.trainers import metrics
 from tunesmith.learn.trainers.grpo import turn_states
 from tunesmith.observe.reports.text import answer_text
 from tunesmith.train import RunResult
@@ -63,9 +66,8 @@ def run(algorithm: str, folder: Path, steps: int = 3, **given: Any) -> RunResult
         "environment_factory": Talks,
         **given,
     }
-    return getattr(train, algorithm)(
-        model="tiny:llama", prompts=["a", "b", "c"], steps=steps, progress=False, **options
-    )
+    given = {"model": "tiny:llama", "prompts": ["a", "b", "c"], "steps": steps, "progress": False}
+    return getattr(train, algorithm)(**{**given, **options})
 
 
 def digest(result: RunResult) -> bytes:
@@ -296,3 +298,72 @@ def test_the_reward_of_a_factory_has_an_origin_and_the_recipe_s_own_keep_theirs(
     )
     alone = json.loads((run("grpo", tmp_path, steps=1).run_dir / "provenance.json").read_text())
     assert alone["reward.0.source"] == "argument environment_factory" and "reward.1.source" not in alone
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_samples_have_the_tokens_of_each_turn_and_what_they_are_learnt_with(algorithm, tmp_path) -> None:
+    result = run(algorithm, tmp_path, **{"grpo.turn_advantages": True} if algorithm == "grpo" else {})
+    rows = [json.loads(line) for line in (result.run_dir / "samples.jsonl").read_text().splitlines()]
+    for row in rows:
+        parts = row["tokens"]["parts"]
+        turns = [part for part in parts if "turn" in part]
+        assert [part["turn"] for part in turns] == list(range(1, len(turns) + 1))
+        assert sum(len(part["pieces"]) for part in turns) == row["num_tokens"]
+        assert all(len(part["pieces"]) == len(part["logps"]) and max(part["logps"]) <= 0 for part in turns)
+        said = [message for message in row["messages"] if message["role"] == "assistant"]
+        assert [part.get("reward") for part in turns] == [message.get("reward") for message in said]
+        assert row["tokens"]["left_out"] == 0
+    learnt = [part["advantage"] for row in rows for part in row["tokens"]["parts"] if "advantage" in part]
+    assert learnt and not any("advantage" in part for row in rows for part in row["tokens"]["parts"][1::2])
+    assert {isinstance(one, list) for one in learnt} == ({True, False} if algorithm == "ppo" else {False})
+
+
+def test_the_tokens_of_a_sample_are_bounded(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_TOKENS", 10)
+    result = run("grpo", tmp_path, steps=1)
+    for line in (result.run_dir / "samples.jsonl").read_text().splitlines():
+        tokens = json.loads(line)["tokens"]
+        assert sum(len(part["pieces"]) for part in tokens["parts"]) == 10
+        assert tokens["left_out"] > 0
+
+
+def test_held_out_prompts_are_evaluated_by_trajectories(tmp_path) -> None:
+    settings = {"prompts": ["a", "b", "c", "d"], "prompts.heldout_fraction": 0.5, "run.eval_every": 1}
+    result, again = (run("grpo", tmp_path / name, steps=2, **settings) for name in ("one", "two"))
+    for row in result.metrics:
+        assert row["eval/environment/turns"] > 1 and row["eval/environment/errors"] == 0
+        assert sum(value for name, value in row.items() if name.startswith("eval/environment/ended/")) == 1.0
+    assert timeless(again) == timeless(result)
+
+
+def test_an_environment_given_from_python_is_in_the_estimate(tmp_path, capsys) -> None:
+    result = run("grpo", tmp_path, steps=1, progress=True)
+    assert "3 turns of 8 tokens with replies of 16, 72 tokens at most" in capsys.readouterr().err
+    alone = run("grpo", tmp_path, steps=1, environment_factory=None, environment={}, reward="length")
+    of_both = [json.loads((one.run_dir / "setup.json").read_text())["estimate_gb"] for one in (result, alone)]
+    assert of_both[0]["logits"] > of_both[1]["logits"]
+
+
+def test_tokens_of_a_rewritten_history_are_those_of_both_sequences() -> None:
+    ids = tuple(tiny_model("llama").tokenizer("abcdef", add_special_tokens=False)["input_ids"])
+    logps = (-0.5, -1.0, 0.0, 0.0, -2.0, -3.0)
+
+    def part(start: int, stop: int, *turns: Turn, **more: Any) -> Completion:
+        told = Trajectory(turns, ({"role": "assistant", "content": "ab"},), "completed", 1.0)
+        return Completion(ids[start:stop], logps[start:stop], logps[start:stop], "ef", "stop", trajectory=told, **more)
+
+    first = part(0, 4, Turn(0, 2, reward=1.0))
+    both = part(4, 6, Turn(0, 2), earlier=(first,), prompt_ids=(1, 2))
+    learnt = metrics.Learnt((0, 0), torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]]))
+    group = Group(Prompt("a", "a"), (1,), (both,), 0)
+    (row,) = metrics.sample_rows([group], None, 1, tokenizer=tiny_model("llama").tokenizer, learnt=learnt)
+    assert row["tokens"] == {
+        "parts": [
+            {"turn": 1, "pieces": ["a", "b"], "logps": [-0.5, -1.0], "reward": 1.0, "advantage": 0.5},
+            {"pieces": ["c", "d"]},
+            {"turn": 2, "pieces": ["e", "f"], "logps": [-2.0, -3.0], "advantage": [1.0, 2.0], "sample": 2},
+        ],
+        "left_out": 0,
+    }
+    (row,) = metrics.sample_rows([group], None, 1, tokenizer=tiny_model("llama").tokenizer)
+    assert not any("advantage" in one for one in row["tokens"]["parts"])

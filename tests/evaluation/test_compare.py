@@ -53,6 +53,10 @@ class UnigramEngine:
 class Scores:
     total_PG: np.ndarray
 
+    @property
+    def valid_PG(self):
+        return np.ones_like(self.total_PG, dtype=bool)
+
 
 class CountsHighTokens:
     def score(self, groups):

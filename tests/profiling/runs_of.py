@@ -138,6 +138,18 @@ SHOWN: dict[str, dict[str, object]] = {
         "environment/reply_mean_s": 0.1,
         "environment/reply_max_s": 4.0,
     },
+    "malformed_calls": {
+        "environment/turns": 4.0,
+        "environment/calls": 3.0,
+        "environment/failed_calls": 0.8,
+        "environment/samples": 1.0,
+    },
+    "broken_prefixes": {
+        "environment/turns": 4.0,
+        "environment/samples": 3.0,
+        "environment/calls": 3.0,
+        "environment/failed_calls": 0.0,
+    },
     "cache_starved": {
         "rollout/starved_s": 1.5,
         "rollout/slots_used": 0.05,

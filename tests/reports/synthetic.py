@@ -204,3 +204,15 @@ def run_samples(num_steps=60):
         for step in range(1, num_steps + 1)
         for k in range(4)
     ]
+
+
+def trajectory():
+    """A sample with tokens: two turns with a reply between them."""
+    parts = [
+        {"turn": 1, "pieces": [HOSTILE, " yes"], "logps": [-5.0, -0.01], "reward": 0.5, "advantage": -0.25},
+        {"pieces": ["\n", "ok"]},
+        {"turn": 2, "pieces": ["a", "b"], "logps": [-1.0, -1.5], "advantage": [1.0, 2.0], "sample": 2},
+    ]
+    messages = [{"role": "assistant", "content": HOSTILE}, {"role": "user", "content": "ok"}]
+    told = {"prompt": [{"role": "user", "content": "hi"}], "messages": messages, "stop_reason": "completed"}
+    return {**told, "completion": "ab", "reward": 0.5, "tokens": {"parts": parts, "left_out": 3}}

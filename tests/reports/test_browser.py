@@ -56,6 +56,33 @@ def test_hostile_text_is_shown_and_does_nothing(look, synthetic, tmp_path):
         assert page.get_by_text("<img src=x").count() > 0
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_tokens_of_a_trajectory_are_shown_by_turns_when_asked_for(look, synthetic, tmp_path, scheme):
+    samples = [{**synthetic.trajectory(), "step": 1}, {"step": 1, "prompt": "an older run", "completion": "none"}]
+    page = look(write_run_report(synthetic.write_run(tmp_path / "run", stored_samples=samples)), 390, scheme)
+    view = page.locator("#samples details.tokens")
+    assert view.count() == 1 and not view.locator(".pieces").first.is_visible()
+    view.locator("summary").click()
+    assert view.locator(".part").all_inner_texts() == [
+        "turn 1, reward 0.50, advantage \u22120.25",
+        "reply, not learnt",
+        "turn 2, in a new sequence (2)",
+        "3 tokens more, not recorded",
+    ]
+    drawn, replied = view.locator(".pieces").nth(0), view.locator(".pieces.replied")
+    assert drawn.locator(".piece").all_inner_texts() == [synthetic.HOSTILE, " yes"]
+    assert replied.locator("span").all_inner_texts() == ["\u21b5\n", "ok"] and replied.locator(".piece").count() == 0
+    assert [drawn.locator(".piece").nth(i).get_attribute("title") for i in (0, 1)] == [
+        "log-prob \u22125.00, 1\u202f%; advantage \u22120.25",
+        "log-prob \u22120.01, 99\u202f%; advantage \u22120.25",
+    ]
+    colours = "[...document.querySelectorAll('.pieces .piece')].map(one => getComputedStyle(one).backgroundColor)"
+    assert len({*page.evaluate(colours)}) == 3
+    assert view.locator(".pieces").nth(2).locator(".piece").first.get_attribute("title").endswith("advantage +1.00")
+    assert page.locator("img").count() == 0 and not page.title().startswith("owned")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
 def test_a_long_run_and_one_without_metrics_open(look, synthetic, tmp_path):
     long = look(write_run_report(synthetic.write_run(tmp_path / "long", metrics=synthetic.ppo_metrics(2_000))))
     assert long.locator(".plot:visible:has(svg.main-svg)").count() == 6

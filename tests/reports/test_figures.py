@@ -86,6 +86,12 @@ def test_stages_leave_out_nested_spans_and_the_total(synthetic):
     assert stage_chart("t", synthetic.ppo_metrics(10)).figure["data"][0]["type"] == "bar"
 
 
+def test_waiting_for_tools_is_a_stage_beside_drawing():
+    rows = [{"step": 1, "time/rollout_s": 5.0, "time/rollout/reply_s": 3.0}, {"step": 2, "time/rollout_s": 5.0}]
+    chart = stage_chart("t", rows)
+    assert {row[0]: row[2] for row in chart.rows} == {"rollout": "7.0", "waiting for tools": "3.0"}
+
+
 def test_many_stages_are_merged_in_the_picture_and_kept_in_the_table():
     rows = [{"step": step, **{f"time/stage{k}_s": float(k + 1) for k in range(12)}} for step in range(3)]
     chart = stage_chart("t", rows)

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from tunesmith.observe.reports import text
+from tunesmith.observe.reports.views import MOST_TOKENS, token_parts
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,29 @@ from tunesmith.observe.reports import text
 )
 def test_decimal(value, shown):
     assert text.decimal(value) == shown
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        None,
+        [],
+        {"parts": None},
+        {"parts": ["a", None, 3]},
+        {"parts": [], "left_out": "many"},
+        {"parts": [{"turn": {}, "pieces": "abc", "logps": None}, {"pieces": [[1], None], "advantage": "x"}]},
+        {"parts": [{"turn": 1, "pieces": ["a", "b"], "logps": [math.nan], "reward": "much", "sample": [1]}]},
+    ],
+)
+def test_damaged_tokens_show_what_is_there(tokens):
+    for part in token_parts({"tokens": tokens}):
+        assert isinstance(part.title, str) and all(isinstance(one.text, str) for one in part.tokens)
+
+
+def test_more_tokens_than_a_run_records_are_cut():
+    parts = token_parts({"tokens": {"parts": [{"turn": 1, "pieces": ["x" * 9_999] * 1_999}] * 3}})
+    assert sum(len(part.tokens) for part in parts) == MOST_TOKENS
+    assert max(len(one.text) for part in parts for one in part.tokens) == 200
 
 
 def test_scores_have_two_decimals_and_no_negative_zero():

@@ -49,6 +49,15 @@ def test_what_goes_wrong_with_an_environment_is_told_once(figures: dict[str, flo
     assert message in finding.message
 
 
+def test_an_environment_that_gives_nothing_is_told_after_three_steps() -> None:
+    names = ("environment/rewarded_turns", "rewards/environment/mean", "rewards/environment/std")
+    nothing = dict.fromkeys(names, 0.0)
+    assert steps_of([nothing] * 5, "nothing_earned") == [3]
+    for name in names:
+        assert steps_of([nothing, nothing, {**nothing, name: 0.1}, nothing, nothing], "nothing_earned") == []
+    assert steps_of([{}] * 5, "nothing_earned") == []
+
+
 def test_growth_and_fall_of_the_length_are_measured_from_the_mean_of_the_first_three_steps() -> None:
     rows = column("completions/mean_length", 8, 10, 12, 30, 31, 32, 20, 3, 3)
     assert steps_of(rows, "length") == [5, 8]

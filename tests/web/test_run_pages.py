@@ -135,6 +135,37 @@ def test_whatever_a_folder_holds_is_shown_as_text(look, root):
     assert page.locator("main img, main script, main style").count() == 0
 
 
+def trajectory(text):
+    """A sample with tokens, whatever its text is."""
+    parts = [{"turn": 1, "pieces": [text, "b"], "logps": [-5.0, -0.01], "reward": 0.5, "advantage": -0.25}]
+    parts.append({"pieces": [text]})
+    return {"step": 1, "prompt": "p", "completion": "c", "tokens": {"parts": parts, "left_out": 0}}
+
+
+def test_the_tokens_of_a_trajectory_are_shown_when_asked_for(look, root):
+    run = root / "20260103-120000-grpo-0003"
+    append(run / "samples.jsonl", *map(trajectory, HOSTILE), {"step": 1, "prompt": "old", "completion": "c"})
+    page = look()
+    page.get_by_role("link", name=run.name).click()
+    page.locator("#samples article").nth(len(HOSTILE)).wait_for()
+    views = page.locator("#samples details.tokens")
+    assert views.count() == len(HOSTILE) and page.locator("#samples .piece").count() == 0
+    for summary in views.locator("summary").all():
+        summary.click()
+    pieces = views.first.locator(".pieces").first.locator(".piece")
+    pieces.first.wait_for()
+    assert pieces.first.inner_text() == HOSTILE[0]
+    assert pieces.first.get_attribute("title") == "log-prob \u22125.00, 1\u202f%; advantage \u22120.25"
+    assert views.first.locator(".part").all_inner_texts() == [
+        "turn 1, reward 0.50, advantage \u22120.25",
+        "reply, not learnt",
+    ]
+    assert page.title() != "owned" and page.locator("main img, main script, main style").count() == 0
+    for width, _ in looks(page):
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert faults_of(page) == []
+
+
 def test_the_pages_are_accessible_and_fit_their_screen(look, root):
     run = root / "20260103-120000-grpo-0003"
     append(run / "samples.jsonl", {"step": 1, "prompt": "The film", "completion": " was good"})

@@ -13,7 +13,7 @@ import torch
 
 from tunesmith.apps.cli.main import main
 from tunesmith.apps.workflows.evaluation import evaluate_reward, run_comparison, run_recipe
-from tunesmith.base.config.sections import RewardSource
+from tunesmith.base.config.sections import EnvironmentSection, RewardSource
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.schema.records import Pair, Prompt
 from tunesmith.collect.data.pairs import write_pairs
@@ -23,8 +23,12 @@ from tunesmith.engine.models.language_model import language_model
 from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.rollout.engine import Engine
 from tunesmith.engine.rollout.transformers_backend import TransformersEngine
-from tunesmith.learn.evaluation.compare import Side, compare, recompute, summed_logps
+from tunesmith.learn.environments.episodes import Conversations
+from tunesmith.learn.environments.sources import opener
+from tunesmith.learn.evaluation.compare import Comparison, Side, compare, recompute, summed_logps
 from tunesmith.learn.rewards.scorer import Scorer
+
+SIX = SamplingParams(max_new_tokens=6, seed=1)
 
 
 def _prompts(tmp_path: Path) -> str:
@@ -35,7 +39,7 @@ def _prompts(tmp_path: Path) -> str:
 
 def test_a_model_against_itself_is_a_draw(tmp_path: Path) -> None:
     prompts = _prompts(tmp_path)
-    result = run_comparison("tiny:llama", "tiny:llama", prompts, "length", num_completions=2, max_new_tokens=6, seed=1)
+    result = run_comparison("tiny:llama", "tiny:llama", prompts, "length", num_completions=2, sampling=SIX)
     assert result.num_improved == 0
     assert result.mean_before == result.mean_after
     assert result.kl_per_sequence == 0.0
@@ -44,9 +48,67 @@ def test_a_model_against_itself_is_a_draw(tmp_path: Path) -> None:
 
 def test_two_models_differ_and_every_figure_follows_from_the_samples_file(tmp_path: Path) -> None:
     prompts = _prompts(tmp_path)
-    result = run_comparison("tiny:llama", "tiny:qwen2", prompts, "unique_chars", num_completions=2, max_new_tokens=6)
+    result = run_comparison("tiny:llama", "tiny:qwen2", prompts, "unique_chars", num_completions=2, sampling=SIX)
     assert result.kl_per_sequence != 0.0
     assert recompute(result.write_samples_jsonl(tmp_path / "samples.jsonl")) == result.figures()
+
+
+GAME = """
+class Game:
+    def reset(self, seed=None):
+        self.num = 0
+        return "Say a word.", {}
+
+    def step(self, action):
+        self.num += 1
+        if BREAKS and len(action) % 2:
+            raise RuntimeError("broken")
+        return "Another.", len(action) % 5 / 5, self.num == 3, False, {}
+"""
+
+
+def _game(tmp_path: Path, *, breaks: bool = False) -> EnvironmentSection:
+    (tmp_path / "game.py").write_text(GAME.replace("BREAKS", str(breaks)))
+    return EnvironmentSection(source=f"{tmp_path}/game.py:Game", max_turns=2, max_reply_tokens=16)
+
+
+def _play(tmp_path: Path, after: str, *, breaks: bool = False) -> Comparison:
+    environment = _game(tmp_path, breaks=breaks)
+    prompts = _prompts(tmp_path)
+    return run_comparison("tiny:llama", after, prompts, environment=environment, sampling=SIX, num_completions=3)
+
+
+def test_a_model_that_plays_against_itself_has_the_same_trajectories(tmp_path: Path) -> None:
+    result = _play(tmp_path, "tiny:llama")
+    assert (result.mean_difference, result.kl_per_sequence, result.win_rate) == (0.0, 0.0, 0.5)
+    assert result.interval_before == result.interval_after
+    assert all(one.text_before == one.text_after for one in result.samples)
+    assert "user: Another." in result.samples[0].text_before
+    assert result.environment is not None
+    assert result.environment["turns_before"] == 2.0
+    assert result.environment["stop_reasons_after"] == {"max_turns": 1.0}
+
+
+def test_two_players_differ_and_what_broke_is_left_out_on_both_sides(tmp_path: Path) -> None:
+    whole, broken = _play(tmp_path, "tiny:qwen2"), _play(tmp_path, "tiny:qwen2", breaks=True)
+    assert whole.num_left_out == 0 and len(whole.samples) == 9
+    assert 0 < broken.num_left_out == 9 - len(broken.samples)
+    kept = {(one.prompt_id, one.completion_index) for one in broken.samples}
+    assert list(broken.samples) == [one for one in whole.samples if (one.prompt_id, one.completion_index) in kept]
+    assert recompute(broken.write_samples_jsonl(tmp_path / "samples.jsonl")) == broken.figures()
+    wins = [(one.score_after > one.score_before) + (one.score_after == one.score_before) / 2 for one in whole.samples]
+    assert whole.win_rate == pytest.approx(sum(wins) / 9)
+
+
+def test_summed_log_probs_of_trajectories_are_those_of_what_was_drawn(tmp_path: Path) -> None:
+    loaded, section = tiny_model("llama", dtype=torch.float32), _game(tmp_path)
+    talks = Conversations(opener(section), loaded.tokenizer, section, max_new_tokens=6, context=256)
+    side = replace(Side.of("llama", loaded.model, loaded.tokenizer), conversations=talks)
+    prompts = [Prompt(str(i), f"film {i} was") for i in range(5)]
+    groups = side.draw(prompts, 2, SamplingParams(max_new_tokens=6, seed=0))
+    talks.close()
+    drawn = [sum(one.raw_logps) for group in groups for one in group.completions]
+    assert torch.allclose(torch.tensor(side.logps(groups, 1.0)), torch.tensor(drawn), atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -104,7 +166,7 @@ class Unbelieved:
 
 def test_a_missing_prompt_file_is_an_input_error() -> None:
     with pytest.raises(InputError, match=r"absent\.jsonl"):
-        run_comparison("tiny:llama", "tiny:llama", "absent.jsonl", "length")
+        run_comparison("tiny:llama", "tiny:llama", "absent.jsonl", "length", sampling=SIX)
 
 
 def votes(subject: str, count: int) -> list[Pair]:

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.apps.cli.options import Positional, SamplingFlags, flag, parse
+from tunesmith.apps.cli.options import (
+    EnvironmentFlags,
+    Positional,
+    SamplingFlags,
+    environment_of,
+    flag,
+    parse_with_environment,
+)
 from tunesmith.apps.cli.output import LiveText
 from tunesmith.base.config.yaml_text import is_mapping
 from tunesmith.base.core.errors import InputError, RunError
@@ -16,24 +23,30 @@ from tunesmith.base.core.system import keep_freed_memory
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tunesmith.base.config.sections import EnvironmentSection
+    from tunesmith.base.schema.records import Message
     from tunesmith.engine.batch.rollout import SamplingParams
     from tunesmith.engine.rollout.engine import Engine
+    from tunesmith.learn.environments.chat import Partner
+    from tunesmith.learn.environments.episodes import Open
 
 _BASE = "base"
 _COMMANDS = "/reset begins anew, /quit or Ctrl-D ends"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(SamplingFlags):
+class ChatOptions(SamplingFlags, EnvironmentFlags):
     """Talk to a run or a model. With --against, two of them answer side by side; `base` is what the run started from.
 
     A model without a chat template continues each line that you type. Lines may also come from a pipe. Ctrl-C cuts
-    the current answer short.
+    the current answer short, or leaves a call that runs. Calls of --tools are made and shown; a run that was trained
+    with tools has them. Settings of the environment are flags too: --environment.timeout-s 5.
     """
 
     model: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", "RUN")]
     against: Annotated[str | None, flag("base, or another model.", "ID")] = None
-    max_new_tokens: Annotated[int, flag("Limit of an answer.", "N")] = 128
+    no_tools: Annotated[bool, flag("Leave out the tools that the run was trained with.")] = False
+    max_new_tokens: Annotated[int, flag("Limit of an answer, or of a turn.", "N")] = 128
     seed: Annotated[int | None, flag("Same seed and lines, same answers.", "N")] = None
     trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
 
@@ -53,7 +66,8 @@ class Speaker:
     name: str
     engine: "Engine"
     has_template: bool
-    history: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    history: list["Message"] = field(default_factory=list["Message"])
+    partner: "Partner | None" = None
 
     def answer(self, line: str, sampling: "SamplingParams", show: Callable[[str], None] = lambda piece: None) -> Answer:
         """The answer to `line`, which joins the history; without a chat template, the continuation of `line`.
@@ -62,6 +76,8 @@ class Speaker:
         """
         from tunesmith.base.schema.records import Prompt
 
+        if self.partner is not None:
+            return self._answer_with(self.partner, line, sampling, show)
         message = {"role": "user", "content": line}
         content = (*self.history, message) if self.has_template else line
         pieces: list[str] = []
@@ -80,26 +96,87 @@ class Speaker:
             self.history += [message, {"role": "assistant", "content": text}]
         return Answer(text, is_cut)
 
+    def _answer_with(
+        self, partner: "Partner", line: str, sampling: "SamplingParams", show: Callable[[str], None]
+    ) -> Answer:
+        """The answer to `line`: all turns of the model, with the calls and replies between them."""
+        pieces: list[str] = []
+        num_before = 0
+
+        def say(piece: str) -> None:
+            pieces.append(piece)
+            show(piece)
+
+        def on_text(_prompt: int, _sample: int, piece: str) -> None:
+            say(piece)
+
+        try:
+            if partner.has_begun:
+                self.history.append({"role": "user", "content": line})
+            else:
+                self.history += partner.begin(line, sampling.seed or 0)
+                if added := str(self.history[-1]["content"]).removeprefix(line).strip():
+                    say(f"[environment {added}]\n")
+            settings, num_turns, goes_on = partner.sampling(sampling), 0, True
+            while goes_on:
+                num_before = len(pieces)
+                (group,) = self.engine.generate([partner.prompt(self.history)], 1, settings, on_text=on_text)
+                num_before = len(pieces)  # of a turn whose call is cut short nothing stays: no answer would follow it
+                num_turns += 1
+                step = partner.reply(group, num_turns)
+                self.history += step.messages
+                say("".join(f"\n{one}" for one in step.lines) + ("\n" if step.goes_on else ""))
+                goes_on = step.goes_on
+        except KeyboardInterrupt:
+            if said := "".join(pieces[num_before:]):
+                self.history.append({"role": "assistant", "content": said})
+            return Answer("".join(pieces), is_cut=True)
+        if not partner.has_begun:
+            self.history.clear()
+        return Answer("".join(pieces))
+
+    def reset(self) -> None:
+        """Begin the conversation anew."""
+        self.history.clear()
+        if self.partner is not None:
+            self.partner.has_begun = False
+
 
 def chat(words: Sequence[str]) -> None:
     """Run `tunesmith chat`."""
-    options = parse(ChatOptions, words, "chat")
+    options, overrides = parse_with_environment(ChatOptions, words, "chat")
+    given = bool(overrides.values)
+    if given and options.no_tools:
+        raise InputError("tools are given, and --no-tools leaves them out; give one of both")
+    section = environment_of(overrides) if given else None
     from rich.console import Console
 
     names = [options.model]
     if options.against:
         names.append(base_of(Path(options.model).expanduser()) if options.against == _BASE else options.against)
     console = Console(highlight=False, markup=False, emoji=False)
-    speakers = _load(names, options)
+    if section is None and not options.no_tools:
+        section = _trained_with(Path(options.model).expanduser())
+    speakers = _load(names, options, section, is_own=not given)
     for speaker in speakers:
         if not speaker.has_template:
             sys.stderr.write(f"{speaker.name} has no chat template: it continues each line\n")
     if sys.stdin.isatty():
         console.print(f"{' and '.join(speaker.name for speaker in speakers)}; {_COMMANDS}", style="dim")
+    try:
+        _converse(speakers, options, console)
+    finally:
+        for speaker in speakers:
+            if speaker.partner is not None:
+                speaker.partner.close()
+
+
+def _converse(speakers: Sequence[Speaker], options: ChatOptions, console: "Console") -> None:
+    """Answer each line, up to the last."""
     for turn, line in enumerate(_lines()):
         if line == "/reset":
             for speaker in speakers:
-                speaker.history.clear()
+                speaker.reset()
         elif line.startswith("/"):
             sys.stderr.write(f"{line.split()[0]} is no command: {_COMMANDS}\n")
         else:
@@ -119,21 +196,60 @@ def base_of(run: Path) -> str:
     return name
 
 
-def _load(names: Sequence[str], options: ChatOptions) -> list[Speaker]:
+def _trained_with(run: Path) -> "EnvironmentSection | None":
+    """The environment and tools that the run in the folder `run` was trained with, which is told; None without any."""
+    from tunesmith.base.config.sections import EnvironmentSection
+    from tunesmith.base.runs.listing import read_object, read_recipe
+
+    facts = read_object(run / "environment.json").get("given_in_python")
+    if isinstance(facts, list) and {"tools", "environment_factory"} & {*facts}:
+        sys.stderr.write(
+            f"{run} was trained with tools given in Python, which are not known here: name them by --tools\n"
+        )
+    try:
+        section = EnvironmentSection.model_validate(read_recipe(run).get("environment") or {})
+    except ValueError:  # a recipe of another release
+        return None
+    return section if section.is_given else None
+
+
+def _load(
+    names: Sequence[str], options: ChatOptions, section: "EnvironmentSection | None", *, is_own: bool
+) -> list[Speaker]:
+    """The models, each beside what `section` names; if that `is_own` of the run, and not to be had here, without."""
     from tunesmith.base.config.sections import ModelSection
     from tunesmith.base.schema.records import Prompt
     from tunesmith.engine.models.load import load_policy
     from tunesmith.engine.rollout.engine import check_request
     from tunesmith.engine.rollout.factory import open_engine
+    from tunesmith.learn.environments.chat import Partner
+    from tunesmith.learn.environments.sources import opener
 
     check_request([Prompt("chat", "")], 1, _sampling(options, 0))  # before a model is loaded
+    open_episode: Open | None = None
+    if section is not None:
+        named = ", ".join(filter(None, (section.source, *section.tools)))
+        try:
+            open_episode = opener(section)
+        except InputError as error:
+            if not is_own:
+                raise
+            sys.stderr.write(f"{names[0]} was trained with {named}, which is left out: {error}\n")
+        else:
+            if is_own:
+                sys.stderr.write(
+                    f"{names[0]} was trained with {named}, which it has here too; --no-tools leaves it out\n"
+                )
     keep_freed_memory()
     speakers: list[Speaker] = []
     for name in names:
         loaded = load_policy(ModelSection(name=name, trust_remote_code=options.trust_remote_code))
         has_template = bool(loaded.tokenizer.chat_template)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         engine = open_engine(loaded.model, loaded.tokenizer, backend=options.backend)
-        speakers.append(Speaker(name, engine, has_template))
+        speaker = Speaker(name, engine, has_template)
+        if open_episode is not None and section is not None:
+            speaker.partner = Partner(open_episode, loaded.tokenizer, section)
+        speakers.append(speaker)
     return speakers
 
 
@@ -172,7 +288,7 @@ def _take_turn(speakers: Sequence[Speaker], line: str, sampling: "SamplingParams
             if answers[-1].is_cut:
                 break
     except InputError as error:
-        sys.stderr.write(f"error: {error}\n/reset begins anew\n")
+        sys.stderr.write(f"error: {visible(str(error))}\n/reset begins anew\n")
         return
     if is_live:
         live.end()

@@ -6,21 +6,34 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tunesmith.apps.cli.options import Positional, check_ranges, flag, parse
+from tunesmith.apps.cli.chat import base_of
+from tunesmith.apps.cli.options import (
+    EnvironmentFlags,
+    Positional,
+    check_ranges,
+    environment_of,
+    flag,
+    parse,
+    parse_with_environment,
+)
 from tunesmith.apps.cli.output import reporting
 from tunesmith.base.core.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """Compare two models on the same prompts with the same seeds, judged by one scorer."""
+class CompareOptions(EnvironmentFlags):
+    """Compare two models on the same prompts with the same seeds, judged by one scorer.
 
-    before: Annotated[str, flag("Model or run folder that is compared with.", "A")]
+    With an environment or tools both are given the same tasks, and judged by what the environment gives, unless a
+    scorer is named. Its settings are flags too: --environment.max-turns 3.
+    """
+
+    before: Annotated[str, flag("Model or run folder, or base: what the run --after began with.", "A")]
     after: Annotated[str, flag("Model or run folder that is judged.", "B")]
     prompts: Annotated[str, flag("JSONL with a `prompt` column, or films.", "FILE")]
-    scorer: Annotated[str, flag("./file.py:function, built-in or reward model.", "SOURCE")]
+    scorer: Annotated[str | None, flag("./file.py:function, built-in or reward model.", "SOURCE", "--reward")] = None
     num_completions: Annotated[int, flag("Completions of each prompt.", "N", "-n")] = 8
-    max_new_tokens: Annotated[int, flag("Limit of a completion.", "N")] = 32
+    max_new_tokens: Annotated[int, flag("Limit of a completion, or of a turn.", "N")] = 32
     seed: Annotated[int, flag("Seed of both models.", "N")] = 0
     trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
     html: Annotated[Path | None, flag("Write the comparison as a page too.", "FILE.html")] = None
@@ -29,27 +42,30 @@ class CompareOptions:
 
 def compare(words: Sequence[str]) -> None:
     """Run `tunesmith compare`."""
-    options = parse(CompareOptions, words, "compare")
+    options, overrides = parse_with_environment(CompareOptions, words, "compare")
     check_ranges(options, num_completions=(1, inf), max_new_tokens=(1, inf))
     if options.html and options.html.exists():
         raise InputError(f"{options.html} exists and is kept; give another name to --html")
+    environment = environment_of(overrides)
+    before = base_of(Path(options.after).expanduser()) if options.before == "base" else options.before
     from tunesmith.apps.workflows.evaluation import run_comparison
+    from tunesmith.engine.batch.rollout import SamplingParams
     from tunesmith.learn.evaluation.tables import comparison_table
     from tunesmith.observe.reports.html import write_comparison_report
 
     with reporting(as_json=options.json) as output:
         comparison = run_comparison(
-            options.before,
+            before,
             options.after,
             options.prompts,
             options.scorer,
+            environment=environment,
+            sampling=SamplingParams(max_new_tokens=options.max_new_tokens, seed=options.seed),
             num_completions=options.num_completions,
-            max_new_tokens=options.max_new_tokens,
-            seed=options.seed,
             trust_remote_code=options.trust_remote_code,
         )
         if options.html:
-            title = f"{options.before} and {options.after}"
+            title = f"{before} and {options.after}"
             write_comparison_report(options.html, comparison.to_json(), title=title)
         output.say(comparison_table(comparison))
         if options.html:

@@ -14,12 +14,26 @@ from tyro.conf import Positional, UseAppendAction, arg
 from tunesmith.base.config.keys import did_you_mean
 from tunesmith.base.core.errors import InputError
 
-__all__ = ["Positional", "SamplingFlags", "UseAppendAction", "check_ranges", "flag", "parse", "parse_known"]
+__all__ = [
+    "EnvironmentFlags",
+    "Positional",
+    "SamplingFlags",
+    "UseAppendAction",
+    "check_ranges",
+    "environment_of",
+    "flag",
+    "parse",
+    "parse_known",
+    "parse_with_environment",
+]
 
 if TYPE_CHECKING:
+    from tunesmith.base.config.load import Overrides
+    from tunesmith.base.config.sections import EnvironmentSection
     from tunesmith.engine.batch.rollout import SamplingParams
 
 Options = TypeVar("Options")
+EnvironmentOptions = TypeVar("EnvironmentOptions", bound="EnvironmentFlags")
 
 _SETTINGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.HelptextFromCommentsOff)
 _RULE = re.compile(r"^[\s─╭╮╰╯│-]*$")
@@ -64,15 +78,65 @@ class SamplingFlags:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentFlags:
+    """Flags of the commands in which a model talks to tools or an environment."""
+
+    environment: Annotated[
+        str | None, flag("./file.py:Class that the policy talks to over several turns.", "SOURCE")
+    ] = None
+    tools: Annotated[
+        tuple[str, ...], UseAppendAction, flag("./file.py:function that the model may call; repeatable.", "SOURCE")
+    ] = ()
+
+
+def parse_with_environment(
+    options: type[EnvironmentOptions], words: Sequence[str], command: str
+) -> "tuple[EnvironmentOptions, Overrides]":
+    """`options` filled from `words`, and what they and flags such as `--environment.max-turns 3` set of a recipe's
+    section `environment`.
+    """
+    from tunesmith.base.config.load import parse_overrides
+
+    parsed, unknown = parse_known(options, words, command)
+    first = next((place for place, word in enumerate(unknown) if word.startswith("--environment.")), len(unknown))
+    _refuse_unknown(options, unknown[:first], command)
+    overrides = parse_overrides("grpo", unknown[first:])
+    _refuse_unknown(options, [f"--{one}" for one in overrides.values if not one.startswith("environment.")], command)
+    if parsed.environment is not None:
+        overrides.put("environment.source", parsed.environment, "environment")
+    if parsed.tools:
+        overrides.put("environment.tools", [*parsed.tools], "tools")
+    return parsed, overrides
+
+
+def environment_of(overrides: "Overrides") -> "EnvironmentSection":
+    """The section `environment` that the `overrides` give.
+
+    Raises ConfigError for a key that there is not, or a value that is not allowed.
+    """
+    from tunesmith.base.config.load import load_recipe
+    from tunesmith.base.config.recipe import PolicyRecipe
+
+    found = load_recipe("grpo", overrides=overrides.values, origins=overrides.origins).recipe
+    assert isinstance(found, PolicyRecipe)
+    return found.environment
+
+
 def parse(options: type[Options], words: Sequence[str], command: str) -> Options:
     """`options` filled from `words`; InputError for a bad value, and for words that belong to no flag."""
     parsed, unknown = parse_known(options, words, command)
+    _refuse_unknown(options, unknown, command)
+    return parsed
+
+
+def _refuse_unknown(options: type[object], unknown: Sequence[str], command: str) -> None:
+    """Raise InputError for words that belong to no flag."""
     if unknown:
         names = ["--" + field.name.replace("_", "-") for field in fields(options)]  # pyright: ignore[reportArgumentType]
         given = unknown[0].partition("=")[0]
         hint = did_you_mean(given, names) if given.startswith("-") else ""
         raise InputError(f"{given!r} is no flag of `tunesmith {command}`{hint}\n{_see_help(command)}")
-    return parsed
 
 
 def parse_known(options: type[Options], words: Sequence[str], command: str) -> tuple[Options, list[str]]:

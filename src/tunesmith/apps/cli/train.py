@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.apps.cli.options import Positional, UseAppendAction, flag, parse_known
+from tunesmith.apps.cli.options import EnvironmentFlags, Positional, UseAppendAction, flag, parse_known
 from tunesmith.apps.cli.output import Output, reporting, wants_progress
 from tunesmith.base.core.log import visible
 
@@ -35,7 +35,7 @@ class _TrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PromptsOptions(_TrainOptions):
+class _PromptsOptions(EnvironmentFlags, _TrainOptions):
     prompts: Annotated[
         str | None, flag("File, folder or hub id with a `prompt` column, films, or arithmetic.", "SOURCE")
     ] = None
@@ -43,12 +43,6 @@ class _PromptsOptions(_TrainOptions):
         tuple[str, ...],
         UseAppendAction,
         flag("./file.py:function, built-in or reward model; repeatable.", "SOURCE"),
-    ] = ()
-    environment: Annotated[
-        str | None, flag("./file.py:Class that the policy talks to over several turns.", "SOURCE")
-    ] = None
-    tools: Annotated[
-        tuple[str, ...], UseAppendAction, flag("./file.py:function that the model may call; repeatable.", "SOURCE")
     ] = ()
 
 
@@ -141,6 +135,8 @@ def _show(resolved: "Resolved", output: Output) -> None:
     output.say(f"memory   {memory_size(sum(facts.memory_gb.values()))} estimated: {parts}")
     output.say("by stage " + ", ".join(f"{stage} {memory_size(size_gb)}" for stage, size_gb in facts.stage_gb.items()))
     output.say(f"time     about {duration(facts.seconds)} for {count_of(facts.num_steps, 'step')}")
+    if facts.assumed:
+        output.say(f"assumed  {facts.assumed}")
     output.say(f"data     {count_of(facts.num_items, 'item')}, for example:\n{visible(facts.sample)}")
     if facts.server:
         output.say(visible(facts.server))

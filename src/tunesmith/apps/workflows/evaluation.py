@@ -2,12 +2,14 @@
 held-out pairs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunesmith.base.config.algorithms.reward import RewardRecipe
 from tunesmith.base.config.load import load_recipe, read_algorithm
-from tunesmith.base.config.sections import ModelSection, PairsSection, PromptsSection, RewardSource
+from tunesmith.base.config.recipe import ENVIRONMENT_REWARD
+from tunesmith.base.config.sections import EnvironmentSection, ModelSection, PairsSection, PromptsSection, RewardSource
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.runs.environment import other_folder
@@ -17,6 +19,9 @@ from tunesmith.collect.data.sets import preference_sets
 from tunesmith.engine.batch.rollout import SamplingParams
 from tunesmith.engine.models.load import compute_dtype, load_policy, load_reward_model
 from tunesmith.engine.models.loaded import context_length
+from tunesmith.learn.environments.episodes import Conversations
+from tunesmith.learn.environments.packages import rows_of
+from tunesmith.learn.environments.sources import opener
 from tunesmith.learn.evaluation.compare import Comparison, Side, compare
 from tunesmith.learn.evaluation.reward_quality import RewardQuality, decided_pairs, judge
 from tunesmith.learn.rewards.scorer import Scorer
@@ -37,32 +42,56 @@ def run_comparison(
     before: str,
     after: str,
     prompts: str,
-    scorer: str,
+    scorer: str | None = None,
     *,
+    environment: EnvironmentSection | None = None,
+    sampling: SamplingParams,
     num_completions: int = 8,
-    max_new_tokens: int = 32,
-    seed: int = 0,
     trust_remote_code: bool = False,
 ) -> Comparison:
     """The comparison of the models named `before` and `after` on the prompts of a file.
 
-    `scorer` is what a recipe's `reward.source` may be. `trust_remote_code` is for the two models; code of a reward
-    model is never run. Raises InputError for a model, file or scorer that cannot be used.
+    `scorer` is what a recipe's `reward.source` may be; without one it is what the `environment` gives, which both
+    models talk to, in the same episodes. `trust_remote_code` is for the two models; code of a reward model is never
+    run. Raises InputError for a model, file, scorer or environment that cannot be used.
     """
+    environment = environment or EnvironmentSection()
+    reward = _reward_of(scorer, environment)
+    open_episode = opener(environment)
     loaded_before, loaded_after = (
         load_policy(ModelSection(name=name, trust_remote_code=trust_remote_code)) for name in (before, after)
     )
-    rows = load_prompts(prompts, PromptsSection(source=prompts))
-    judge = Scorer([RewardSource(source=scorer)], policy_tokenizer=loaded_before.tokenizer)
-    return compare(
-        Side.of(before, loaded_before.model, loaded_before.tokenizer),
-        Side.of(after, loaded_after.model, loaded_after.tokenizer),
-        rows,
-        judge,
-        SamplingParams(max_new_tokens=max_new_tokens),
-        num_completions=num_completions,
-        seed=seed,
-    )
+    given = rows_of(prompts, environment.arguments)
+    rows = load_prompts(prompts if given is None else given, PromptsSection(source=prompts))
+    scoring = Scorer([reward], policy_tokenizer=loaded_before.tokenizer)
+    with ExitStack() as opened:
+        sides: list[Side] = []
+        for name, loaded in ((before, loaded_before), (after, loaded_after)):
+            side = Side.of(name, loaded.model, loaded.tokenizer)
+            if open_episode is not None:
+                context = context_length(loaded.model)
+                talks = Conversations(
+                    open_episode, loaded.tokenizer, environment, max_new_tokens=sampling.max_new_tokens, context=context
+                )
+                opened.callback(talks.close)
+                talks.check()
+                side = replace(side, conversations=talks)
+            sides.append(side)
+        first, second = sides
+        seed = sampling.seed or 0
+        return compare(first, second, rows, scoring, sampling, num_completions=num_completions, seed=seed)
+
+
+def _reward_of(scorer: str | None, environment: EnvironmentSection) -> RewardSource:
+    """The reward that a comparison is judged by. Raises InputError if nothing gives any."""
+    if scorer not in (None, ENVIRONMENT_REWARD["source"]):
+        return RewardSource(source=scorer)
+    if not environment.is_given:
+        raise InputError(
+            "nothing scores the completions; name a reward with --scorer, or what gives one with --environment or "
+            "--tools"
+        )
+    return RewardSource.model_validate(ENVIRONMENT_REWARD)
 
 
 _JUDGED_SHARE = 0.5

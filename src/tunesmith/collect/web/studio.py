@@ -33,7 +33,7 @@ from tunesmith.collect.web.watch_data import Cached, Json, WatchData
 from tunesmith.observe.profiling.diagnosis import diagnose, verdict, yaml_value
 from tunesmith.observe.profiling.facts import read_facts
 from tunesmith.observe.reports.text import answer_text, cut, flatten
-from tunesmith.observe.reports.views import cause_rows
+from tunesmith.observe.reports.views import cause_rows, token_parts
 
 MAX_OPEN = 64
 """Runs whose facts are kept for the pages that show them."""
@@ -199,6 +199,10 @@ def _shown(row: Row) -> Json:
         "completion": cut(answer_text(row)),
         "reward": number(row.get("reward", row.get("score"))),
         "rewards": flatten(parts) if isinstance(parts, dict) and len(parts) > 1 else [],  # pyright: ignore[reportUnknownArgumentType]
+        "tokens": [
+            [part.title, part.is_drawn, [[one.text, one.shade, one.note] for one in part.tokens]]
+            for part in token_parts(row)
+        ],
         "finish_reason": str(row.get("finish_reason", "")),
         "num_tokens": number(row.get("num_tokens")),
     }

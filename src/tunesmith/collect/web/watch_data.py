@@ -14,7 +14,7 @@ from tunesmith.base.runs.folder import finite
 from tunesmith.collect.store.records import Heartbeat, Metric, PolicyVersion
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_watch import VoteWatch
-from tunesmith.observe.reports.figures import MAIN, PICTURES, labels
+from tunesmith.observe.reports.figures import MAIN, PICTURES, REPLY, WAITING, labels
 
 MAX_LINES = 8
 """Most lines of one chart, the number of colours; further metrics are in the table only."""
@@ -223,6 +223,8 @@ def pictures(names: Sequence[str], recent: Mapping[str, float | None] = MappingP
         matching = [name for name in names if re.fullmatch(one.pattern, name)][:MAX_LINES]
         found.append(_picture(one.id, one.title, one.unit, one.id in MAIN, labels(matching)))
     stages = {stage[0]: stage[1] for name in names if (stage := _STAGE.fullmatch(name))}
+    if REPLY in names:
+        stages[REPLY] = f"{WAITING} (in rollout)"
     longest = sorted(stages, key=lambda name: -(recent.get(name) or 0.0))[:MAX_LINES]
     found.append(_picture("stages", "Time of each stage", "seconds", True, {name: stages[name] for name in longest}))
     return [one for one in found if one["lines"]]

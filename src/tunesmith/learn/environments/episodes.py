@@ -67,7 +67,7 @@ class _Sample:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Hosted:
+class Hosted:
     """An episode and the thread that its calls are made in."""
 
     episode: Episode
@@ -89,6 +89,23 @@ class _Hosted:
         self.calls.end()
 
 
+def hosted(open_episode: Open, shared: Shared) -> Hosted:
+    """A new episode in a thread of its own. Raises InputError if it cannot be made."""
+    calls = Calls(shared)
+    try:
+        return Hosted(calls.run(lambda: open_episode(calls)), calls)
+    except TunesmithError:
+        raise
+    except TimeLimitError as error:
+        raise InputError(
+            f"the environment took longer than {calls.timeout_s:g} s to be made; raise environment.timeout_s"
+        ) from error
+    except Exception as error:
+        raise InputError(
+            f"the environment cannot be made ({type(error).__name__}: {error}); correct it, or its arguments"
+        ) from error
+
+
 @dataclass(slots=True, eq=False)
 class _State:
     """A trajectory while it is drawn. `max_tokens` may stand behind its first prompt."""
@@ -98,7 +115,7 @@ class _State:
     num_before: int
     sample: _Sample
     earlier: list[_Sample] = field(default_factory=list[_Sample])
-    hosted: _Hosted | None = None
+    hosted: Hosted | None = None
     max_tokens: int = 0
     shown: Prompt | None = None
     num_turns: int = 0
@@ -138,7 +155,7 @@ class Conversations:
         self._max_new_tokens = max_new_tokens
         self.max_tokens = section.tokens_of(max_new_tokens)
         self._shared = Shared(section.timeout_s)
-        self._idle: list[_Hosted] = []
+        self._idle: list[Hosted] = []
         self._lock = threading.Lock()
         self._said_errors: set[str] = set()
 
@@ -238,10 +255,10 @@ class Conversations:
         front = (*sample.prompt_ids, *sample.token_ids)
         sample.add_turn(turn)
         tools: Any = state.prompt.columns.get("tools") or (state.hosted.episode.tools if state.hosted else ())
-        answer = parse_answer(self._tokenizer, front, turn.token_ids, tools, stop_ids=_ended_by(turn))
+        answer = parse_answer(self._tokenizer, front, turn.token_ids, tools, stop_ids=ended_by(turn))
         begun_s = time.perf_counter()
         reply: Reply | None = self._guarded(
-            state, lambda episode: _checked(episode.step(_said(turn, answer, has_tools=bool(tools))))
+            state, lambda episode: checked(episode.step(said_of(turn, answer, has_tools=bool(tools))))
         )
         reply_s = time.perf_counter() - begun_s
         before = tuple(state.messages)
@@ -282,7 +299,7 @@ class Conversations:
         conversation = self._tokenizer, state.prompt, before, answer, turn.token_ids, reply.messages
         state.messages += reply.messages
         try:
-            ids = next_turn(*conversation, stop_ids=_ended_by(turn))
+            ids = next_turn(*conversation, stop_ids=ended_by(turn))
             if ids is None:
                 content: Any = as_template_takes(self._tokenizer, state.messages)
                 front = encode_prompt(self._tokenizer, replace(state.prompt, content=content))
@@ -314,17 +331,7 @@ class Conversations:
             state.reward = self._guarded(state, lambda episode: _number(episode.reward()))
 
     def _cut(self, message: Message) -> Message:
-        """`message`, without the middle of a content that is too long."""
-        content, limit = clean(str(message.get("content", ""))), self._section.max_reply_tokens
-        if len(content) <= limit:  # a token has a character or more, but for bytes of rare ones
-            return {**message, "content": content}
-        content = content if len(content) <= 40 * limit else f"{content[: 20 * limit]}{content[-20 * limit :]}"
-        ids = self._tokenizer(content, add_special_tokens=False)["input_ids"]
-        if len(ids) <= limit:
-            return {**message, "content": content}
-        half = limit // 2
-        head, tail = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:half], ids[-half:]))
-        return {**message, "content": f"{head}\n[... cut ...]\n{tail}"}
+        return shortened(self._tokenizer, message, self._section.max_reply_tokens)
 
     def _guarded(self, state: _State, call: Callable[[Episode], Any]) -> Any:
         """The result of a call of the trajectory's episode; None, and the reason noted, if it raises or hangs."""
@@ -371,23 +378,11 @@ class Conversations:
         """
         self._idle.append(self._take())
 
-    def _take(self) -> _Hosted:
+    def _take(self) -> Hosted:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        calls = Calls(self._shared)
-        try:
-            return _Hosted(calls.run(lambda: self._open(calls)), calls)
-        except TunesmithError:
-            raise
-        except TimeLimitError as error:
-            raise InputError(
-                f"the environment took longer than {calls.timeout_s:g} s to be made; raise environment.timeout_s"
-            ) from error
-        except Exception as error:
-            raise InputError(
-                f"the environment cannot be made ({type(error).__name__}: {error}); correct it, or its arguments"
-            ) from error
+        return hosted(self._open, self._shared)
 
     def _give_back(self, state: _State) -> None:
         if state.hosted is not None:
@@ -401,12 +396,27 @@ class Conversations:
             self._idle.pop().close()
 
 
-def _ended_by(turn: Completion) -> tuple[int, ...]:
+def shortened(tokenizer: PreTrainedTokenizerBase, message: Message, limit: int) -> Message:
+    """`message`, without the middle of a content of more than `limit` tokens."""
+    content = clean(str(message.get("content", "")))
+    if len(content) <= limit:  # a token has a character or more, but for bytes of rare ones
+        return {**message, "content": content}
+    content = content if len(content) <= 40 * limit else f"{content[: 20 * limit]}{content[-20 * limit :]}"
+    ids = tokenizer(content, add_special_tokens=False)["input_ids"]
+    if len(ids) <= limit:
+        return {**message, "content": content}
+    half = limit // 2
+    head, tail = (tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:half], ids[-half:]))
+    return {**message, "content": f"{head}\n[... cut ...]\n{tail}"}
+
+
+def ended_by(turn: Completion) -> tuple[int, ...]:
     """The id that ended a turn, if one did."""
     return turn.token_ids[-1:] if turn.finish_reason == "stop" else ()
 
 
-def _said(turn: Completion, answer: Answer, *, has_tools: bool) -> Said:
+def said_of(turn: Completion, answer: Answer, *, has_tools: bool) -> Said:
+    """What a turn tells the episode: its calls; to one without tools the whole text."""
     if not has_tools and (answer.calls or answer.malformed is not None):
         return Said(turn.text)  # to a game the whole answer is the move, whatever it looks like
     calls = [Call(one.name, one.arguments) for one in answer.calls]
@@ -426,7 +436,7 @@ def _number(value: object) -> float | None:
     return number
 
 
-def _checked(reply: object) -> Reply:
+def checked(reply: object) -> Reply:
     """`reply`, its reward as a number. Raises TypeError for what is no reply."""
     if not isinstance(reply, Reply):
         raise TypeError(f"step returned {type(reply).__name__}; return a Reply")

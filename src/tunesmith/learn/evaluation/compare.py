@@ -1,12 +1,14 @@
 """Compare two models on the same prompts with the same seeds.
 
 Shape suffixes: P prompts, G completions per prompt. The score of a prompt is the mean over its G completions; medians,
-wins, the permutation test and the bootstrap are over the P prompt scores.
+wins, the permutation test and the bootstrap are over the P prompt scores. With an environment a completion is a
+trajectory, and what is counted of it are the tokens that the model drew.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import groupby
 from math import isfinite
 from operator import attrgetter
@@ -17,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from tunesmith.base.core.errors import DataError, InputError, ModelError
+from tunesmith.base.core.errors import DataError, InputError, ModelError, RewardError
 from tunesmith.base.core.trace import span
 from tunesmith.base.schema.records import Prompt, Text, plain_text
 from tunesmith.collect.statistics.intervals import (
@@ -25,15 +27,18 @@ from tunesmith.collect.statistics.intervals import (
     distinct_at_equal_tokens,
     is_exact,
     paired_permutation_p,
+    proportion_interval,
 )
-from tunesmith.engine.batch.pack import chunks, pack
-from tunesmith.engine.batch.rollout import Group, SamplingParams
+from tunesmith.engine.batch.pack import chunks, completion_of_rows, pack
+from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.engine.models.language_model import LanguageModel, language_model
 from tunesmith.engine.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.engine.models.logprob import token_logps
 from tunesmith.engine.rollout.engine import Engine
 from tunesmith.engine.rollout.factory import Backend, open_engine
+from tunesmith.learn.environments.episodes import Conversations
 from tunesmith.learn.rewards.scorer import Scorer
+from tunesmith.observe.reports.text import answer_text
 
 _GROUPS_PER_PASS = 4
 
@@ -43,11 +48,12 @@ LogProbs = Callable[[Sequence[Group], float], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two models: its name in tables, its engine, and its log-probs of given completions."""
+    """One of the two models: name in tables, engine, log-probs of given completions, and what it talks to."""
 
     name: str
     engine: Engine
     logps: LogProbs
+    conversations: Conversations | None = None
 
     @classmethod
     def of(
@@ -64,6 +70,12 @@ class Side:
         engine = open_engine(known, tokenizer, backend=backend, batch_size=batch_size)
         return cls(name, engine, summed_logps(known))
 
+    def draw(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> Sequence[Group]:
+        """`n` completions of each prompt: of one turn, or trajectories with the environment, if there is one."""
+        if self.conversations is not None:
+            return self.conversations.draw(self.engine, prompts, n, sampling)
+        return self.engine.generate(prompts, n, sampling)
+
 
 def summed_logps(model: LanguageModel) -> LogProbs:
     """A function from groups and a temperature to the log-prob in nats of each completion, summed over its tokens."""
@@ -72,7 +84,12 @@ def summed_logps(model: LanguageModel) -> LogProbs:
     def logps(groups: Sequence[Group], temperature: float = 1.0) -> list[float]:
         sums: list[float] = []
         for some in chunks(groups, _GROUPS_PER_PASS):
-            batch = pack(some, pad_id=0, device=model.module.device)
+            completions = [completion for group in some for completion in group.completions]
+            rows = [row for row, one in enumerate(completions) if one.num_sampled]  # an environment may break at once
+            if not rows:
+                sums += [0.0] * len(completions)
+                continue
+            batch = pack(some, pad_id=0, device=model.module.device, rows=rows)
             scores = token_logps(
                 model,
                 batch.ids_BS,
@@ -80,7 +97,11 @@ def summed_logps(model: LanguageModel) -> LogProbs:
                 prompt_lengths_B=batch.prompt_lengths_B,
                 temperature=temperature,
             )
-            sums += scores.logp_BT.double().sum(dim=1).tolist()
+            found = [0.0] * len(completions)
+            of_rows = (scores.logp_BT.double() * batch.mask_BT).sum(dim=1).tolist()
+            for completion, logp in zip(completion_of_rows(some, rows), of_rows, strict=True):
+                found[completion] += logp
+            sums += found
         return sums
 
     return logps
@@ -91,7 +112,8 @@ class Sample:
     """Completion `completion_index` of one prompt by both sides, drawn with the same seed.
 
     `logp_<sample>_by_<model>` is the summed log-prob in nats of one side's completion under one side's model, at the
-    temperature of the draw (1 for greedy ones) without filters.
+    temperature of the draw (1 for greedy ones) without filters. Of a trajectory `token_ids` are those that were drawn,
+    and `text` is the whole conversation behind the prompt; without one there is no turn and no `stop_reason`.
     """
 
     prompt_index: int
@@ -112,6 +134,14 @@ class Sample:
     finish_reason_before: str
     finish_reason_after: str
     seed: int
+    num_turns_before: int = 0
+    num_turns_after: int = 0
+    num_calls_before: int = 0
+    num_calls_after: int = 0
+    num_failed_before: int = 0
+    num_failed_after: int = 0
+    stop_reason_before: str = ""
+    stop_reason_after: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +163,11 @@ class Comparison:
     that of the two-sided paired permutation test, `interval` the 95 % bootstrap interval of the mean difference.
     `kl_per_sequence` is the mean over the completions after of log p_after - log p_before, in nats. `distinct2_*` are
     taken at `distinct2_num_tokens` tokens on each side; the ratio is None where the side before has no bigram.
+
+    `interval_before` and `interval_after` are bootstrap intervals of the mean scores, `win_rate` is the share of the
+    pairs of completions of which the one after scores higher, ties counted half, with its 95 % interval over prompts.
+    `environment` has the turns, calls and stop reasons of trajectories, None without any. `num_left_out` pairs are in
+    no figure, because the reward of one has no number, as of a trajectory that its environment broke.
     """
 
     before: str
@@ -159,14 +194,20 @@ class Comparison:
     sampling: SamplingParams | None
     rows: tuple[PromptRow, ...]
     samples: tuple[Sample, ...]
+    interval_before: tuple[float, float]
+    interval_after: tuple[float, float]
+    win_rate: float
+    win_rate_interval: tuple[float, float]
+    environment: Mapping[str, Any] | None = None
+    num_left_out: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON types, samples included."""
         return {**asdict(self), "samples": [asdict(sample) for sample in self.samples]}
 
     def figures(self) -> dict[str, Any]:
-        """The figures alone: no samples, names or sampling settings."""
-        left_out = ("samples", "before", "after", "sampling")
+        """The figures that follow from the samples alone: no names or sampling settings."""
+        left_out = ("samples", "before", "after", "sampling", "num_left_out")
         return {name: value for name, value in self.to_json().items() if name not in left_out}
 
     def write_samples_jsonl(self, path: Path) -> Path:
@@ -202,9 +243,11 @@ def compare(
     scored: list[np.ndarray] = []
     for stage, side in (("before", before), ("after", after)):
         with span(f"generate_{stage}"):
-            groups = side.engine.generate(prompts, num_completions, settings)
+            groups = side.draw(prompts, num_completions, settings)
         with span(f"score_{stage}"):
-            scored.append(np.array(scorer.score(groups).total_PG.tolist(), dtype=np.float64))
+            scores = scorer.score(groups)
+            is_valid_PG = np.array(scores.valid_PG.tolist(), dtype=bool)
+            scored.append(np.where(is_valid_PG, np.array(scores.total_PG.tolist(), dtype=np.float64), np.nan))
         drawn.append(groups)
     with span("logps"):
         # logps[sample side][model side]
@@ -215,7 +258,13 @@ def compare(
             for by, groups in zip(sides, drawn, strict=True)
         ]
     samples = _samples(drawn, scored, logps, seed)
-    return summarise(samples, before=before.name, after=after.name, sampling=settings)
+    if not samples:
+        raise RewardError(
+            f"of none of {scored[0].size} pairs of completions both have a reward: the environment broke one of each; "
+            "try it with `tunesmith chat --environment`"
+        )
+    found = summarise(samples, before=before.name, after=after.name, sampling=settings)
+    return replace(found, num_left_out=scored[0].size - len(samples))
 
 
 def summarise(
@@ -232,12 +281,13 @@ def summarise(
     diff_P = [row.difference for row in rows]
     ids_before = [sample.token_ids_before for sample in samples]
     ids_after = [sample.token_ids_after for sample in samples]
+    win_N = [((one.score_after > one.score_before) + (one.score_after >= one.score_before)) / 2 for one in samples]
     distinct_before, distinct_after, num_tokens = distinct_at_equal_tokens(ids_before, ids_after)
     return Comparison(
         before=before,
         after=after,
         num_prompts=len(rows),
-        num_completions=len(samples) // len(rows),
+        num_completions=1 + max(sample.completion_index for sample in samples),
         num_improved=sum(diff > 0 for diff in diff_P),
         mean_before=fmean(before_P),
         mean_after=fmean(after_P),
@@ -258,7 +308,30 @@ def summarise(
         sampling=sampling,
         rows=rows,
         samples=tuple(samples),
+        interval_before=bootstrap_interval(before_P, seed),
+        interval_after=bootstrap_interval(after_P, seed),
+        win_rate=fmean(win_N),
+        win_rate_interval=proportion_interval(win_N, [str(one.prompt_index) for one in samples]),
+        environment=_trajectories(samples),
     )
+
+
+def _trajectories(samples: Sequence[Sample]) -> dict[str, Any] | None:
+    """Turns and calls of a trajectory, the share of calls that could not be made, and the share of trajectories that
+    each reason ended, on both sides; None where no sample is a trajectory.
+    """
+    if not any(one.stop_reason_before or one.stop_reason_after for one in samples):
+        return None
+    found: dict[str, Any] = {}
+    for side in ("before", "after"):
+        turns, calls, failed = (
+            sum(getattr(one, f"num_{what}_{side}") for one in samples) for what in ("turns", "calls", "failed")
+        )
+        reasons = Counter(getattr(one, f"stop_reason_{side}") for one in samples)
+        found[f"turns_{side}"], found[f"calls_{side}"] = turns / len(samples), calls / len(samples)
+        found[f"failed_calls_{side}"] = failed / calls if calls else 0.0
+        found[f"stop_reasons_{side}"] = {name: num / len(samples) for name, num in sorted(reasons.items())}
+    return found
 
 
 def recompute(path: Path) -> dict[str, Any]:
@@ -288,8 +361,9 @@ def _parse(line: str, where: str) -> Sample:
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error}); each line is one object") from error
     kinds = {field.name: field.type for field in fields(Sample)}
-    if not isinstance(row, dict) or kinds.keys() != row.keys():
-        raise DataError(f"{where}: each line is one object with the fields {', '.join(sorted(kinds))}")
+    needed = {field.name for field in fields(Sample) if field.default is MISSING}  # older files lack the others
+    if not isinstance(row, dict) or not needed <= row.keys() <= kinds.keys():
+        raise DataError(f"{where}: each line is one object with the fields {', '.join(sorted(needed))}")
     values: dict[str, Any] = dict(row)  # pyright: ignore[reportUnknownArgumentType]
     for name, value in values.items():
         if kinds[name] is float and not (isinstance(value, int | float) and isfinite(value)):
@@ -309,7 +383,8 @@ def _logps(side: Side, groups: Sequence[Group], temperature: float, *, drew: boo
     not finite.
     """
     if drew and side.engine.is_exact:
-        found = [float(np.sum(one.raw_logps, dtype=np.float64)) for group in groups for one in group.completions]
+        completions = [completion for group in groups for completion in group.completions]
+        found = [sum(float(np.sum(s.raw_logps, dtype=np.float64)) for s in one.samples) for one in completions]
     else:
         found = side.logps(groups, temperature)
     logp_PG = np.asarray(found, dtype=np.float64).reshape(len(groups), -1)
@@ -327,6 +402,8 @@ def _samples(
     samples: list[Sample] = []
     for p, (first, second) in enumerate(zip(*drawn, strict=True)):
         for g, (old, new) in enumerate(zip(first.completions, second.completions, strict=True)):
+            if np.isnan(scored[0][p, g] + scored[1][p, g]):
+                continue
             samples.append(
                 Sample(
                     prompt_index=p,
@@ -334,10 +411,10 @@ def _samples(
                     prompt_id=first.prompt.id,
                     prompt=first.prompt.content,
                     prompt_token_ids=tuple(first.prompt_token_ids),
-                    token_ids_before=tuple(old.token_ids),
-                    token_ids_after=tuple(new.token_ids),
-                    text_before=old.text,
-                    text_after=new.text,
+                    token_ids_before=_drawn_ids(old),
+                    token_ids_after=_drawn_ids(new),
+                    text_before=_text(old),
+                    text_after=_text(new),
                     score_before=float(scored[0][p, g]),
                     score_after=float(scored[1][p, g]),
                     logp_before_by_before=float(logps[0][0][p, g]),
@@ -347,6 +424,34 @@ def _samples(
                     finish_reason_before=old.finish_reason,
                     finish_reason_after=new.finish_reason,
                     seed=seed,
+                    **_counts(old, "before"),
+                    **_counts(new, "after"),
                 )
             )
     return samples
+
+
+def _drawn_ids(completion: Completion) -> tuple[int, ...]:
+    """The ids that the model drew, those of all turns of a trajectory."""
+    parts = [zip(one.token_ids, one.is_sampled, strict=True) for one in completion.samples]
+    return tuple(token for part in parts for token, is_sampled in part if is_sampled)
+
+
+def _text(completion: Completion) -> str:
+    """The text of a completion; of a trajectory that of all turns, calls and replies."""
+    if (trajectory := completion.trajectory) is None:
+        return completion.text
+    return answer_text({"messages": list(trajectory.messages), "stop_reason": trajectory.stop_reason})
+
+
+def _counts(completion: Completion, side: str) -> dict[str, Any]:
+    """The fields of a sample that trajectories have."""
+    if completion.trajectory is None:
+        return {}
+    turns = [turn for one in completion.samples for turn in one.trajectory_turns]
+    return {
+        f"num_turns_{side}": len(turns),
+        f"num_calls_{side}": sum(turn.num_calls for turn in turns),
+        f"num_failed_{side}": sum(turn.num_failed for turn in turns),
+        f"stop_reason_{side}": completion.trajectory.stop_reason,
+    }

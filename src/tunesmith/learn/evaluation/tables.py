@@ -1,5 +1,8 @@
 """Comparisons and the quality of reward models as tables for the terminal."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +18,10 @@ _NUM_SAMPLES = 3
 
 def comparison_table(comparison: Comparison) -> RenderableType:
     """A rich renderable: the per-prompt table, the figures below it, and some pairs of texts side by side."""
-    return Group(_prompt_table(comparison), _figures(comparison), _sample_table(comparison))
+    parts = [_prompt_table(comparison), _figures(comparison)]
+    if comparison.environment is not None:
+        parts.append(_trajectory_table(comparison.environment))
+    return Group(*parts, _sample_table(comparison))
 
 
 def _prompt_table(comparison: Comparison) -> Table:
@@ -46,6 +52,12 @@ def _figures(comparison: Comparison) -> Table:
     method = "exact" if c.p_value_exact else "Monte Carlo"
     table = Table.grid(padding=(0, 2))
     table.add_row("improved", f"{c.num_improved} of {c.num_prompts} prompts, {c.num_completions} completions of each")
+    for name, (low, high) in (("before", c.interval_before), ("after", c.interval_after)):
+        table.add_row(f"mean {name}", f"{getattr(c, f'mean_{name}'):.3f}, 95 % interval {low:.3f} to {high:.3f}")
+    low, high = c.win_rate_interval
+    table.add_row("win rate", f"{c.win_rate:.0%} of the pairs, ties half, 95 % interval {low:.0%} to {high:.0%}")
+    if c.num_left_out:
+        table.add_row("left out", f"{count_of(c.num_left_out, 'pair')}, of which one has no reward")
     table.add_row("p-value", f"{c.p_value:.2g} (paired permutation test over prompts, two-sided, {method})")
     table.add_row("95 % interval", f"{c.interval[0]:+.3f} to {c.interval[1]:+.3f} (bootstrap of the mean difference)")
     table.add_row("KL", f"{c.kl_per_sequence:.2f} nats per completion")
@@ -55,6 +67,21 @@ def _figures(comparison: Comparison) -> Table:
         f"(at {c.distinct2_num_tokens} tokens each)",
     )
     table.add_row("tokens", f"{c.mean_tokens_before:.1f} before, {c.mean_tokens_after:.1f} after, on average")
+    return table
+
+
+def _trajectory_table(found: Mapping[str, Any]) -> Table:
+    """Turns, calls and what ended the trajectories, on both sides."""
+    table = Table(title="Trajectories", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("")
+    for name in ("before", "after"):
+        table.add_column(name, justify="right")
+    for name, what in (("turns", "turns"), ("calls", "calls")):
+        table.add_row(what, *(f"{found[f'{name}_{side}']:.2f}" for side in ("before", "after")))
+    table.add_row("calls not made", *(f"{found[f'failed_calls_{side}']:.0%}" for side in ("before", "after")))
+    before, after = found["stop_reasons_before"], found["stop_reasons_after"]
+    for reason in sorted({*before, *after}):
+        table.add_row(f"ended: {reason}", f"{before.get(reason, 0.0):.0%}", f"{after.get(reason, 0.0):.0%}")
     return table
 
 

@@ -10,6 +10,9 @@ from tunesmith.base.schema.records import Finding
 _FIRST_STEPS = 3
 """Steps whose mean length and entropy later ones are compared with."""
 
+_STEPS_WITHOUT = 3
+"""Steps without any reward of the environment that are told."""
+
 _MANY = 0.1
 """Share of broken trajectories that is told."""
 
@@ -92,8 +95,27 @@ def _environment(rows: Sequence[Row], section: AlarmsSection) -> str:
     return ""
 
 
+def _nothing_earned(rows: Sequence[Row], section: AlarmsSection) -> str:
+    """An environment that has given nothing for several steps, for no turn and for no trajectory."""
+    last = rows[-_STEPS_WITHOUT:]
+    names = ("environment/rewarded_turns", "rewards/environment/mean", "rewards/environment/std")
+    if len(last) < _STEPS_WITHOUT or any(row.get(name, 1.0) != 0.0 for row in last for name in names):
+        return ""
+    return (
+        f"no turn and no trajectory earned anything in {_STEPS_WITHOUT} steps: look at the turns in samples.jsonl, "
+        "give a part of the reward for a part of the way (`ToolResult.reward`), or show the way by a few steps of SFT"
+    )
+
+
 _ALARMS: Mapping[str, Callable[[Sequence[Row], AlarmsSection], str]] = MappingProxyType(
-    {"kl": _kl, "length": _length, "entropy": _entropy, "no_signal": _no_signal, "environment": _environment}
+    {
+        "kl": _kl,
+        "length": _length,
+        "entropy": _entropy,
+        "no_signal": _no_signal,
+        "environment": _environment,
+        "nothing_earned": _nothing_earned,
+    }
 )
 """Functions that return the message of a finding if the last row is alarming, else empty text, by its name."""
 

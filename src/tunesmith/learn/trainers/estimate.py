@@ -84,9 +84,11 @@ def policy_estimate(
     reward_parameters: Sequence[int] = (),
     teacher_parameters: Sequence[int] = (),
     demonstration_tokens: float = 0.0,
+    trajectory_tokens: tuple[int, int] | None = None,
 ) -> Estimate:
     """Estimate for an algorithm that draws completions of prompts of `prompt_tokens` on average, and perhaps learns
-    demonstrations of `demonstration_tokens`.
+    demonstrations of `demonstration_tokens`. Completions are taken to be as long as the recipe allows; of a
+    trajectory `trajectory_tokens` are its tokens, and those of them that are drawn.
 
     The other models are given by their numbers of parameters.
     """
@@ -94,18 +96,19 @@ def policy_estimate(
     num_all, num_trained = model.num_parameters(), _num_trained(model)
     num_sequences = passes.num_rows
     micro_batch_size = min(passes.micro_batch_size, num_sequences)
-    width = int(cfg.max_completion_tokens + prompt_tokens)
+    num_new, num_drawn = trajectory_tokens or (cfg.max_completion_tokens,) * 2
+    width = int(num_new + prompt_tokens)
     in_batches = cfg.rollout.backend == "transformers"
     num_slots = min(num_sequences, cfg.rollout.batch_size if in_batches else cfg.rollout.num_slots)
     has_own_critic = passes.critic == "separate"
     others = sum(reward_parameters) / num_all, sum(teacher_parameters) / num_all
     frozen = 0.0 if passes.num_teachers else _frozen_share(model, cfg.model.num_trainable_layers)
-    work = _policy_work(cfg, passes, prompt_tokens, num_slots, num_heldout, others, frozen)
+    work = _policy_work(cfg, passes, (prompt_tokens, num_new, num_drawn), num_slots, num_heldout, others, frozen)
     beside = Work(trained=passes.num_demonstrations * demonstration_tokens * passes.num_updates)
     work = replace(work, step=work.step + beside)
     weight_bytes = num_all * model.dtype.itemsize
     num_bases = not has_adapters(model)  # models with adapters share one base
-    logit_rows = micro_batch_size * cfg.max_completion_tokens
+    logit_rows = micro_batch_size * num_new
     memory = {
         "weights": weight_bytes * (1 + has_own_critic * num_bases),
         "optimizer": _optimizer_bytes(model, num_trained, cfg) * (1 + has_own_critic),
@@ -127,28 +130,31 @@ def policy_estimate(
 def _policy_work(
     cfg: SamplingRecipe,
     passes: Passes,
-    prompt_tokens: float,
+    tokens: tuple[float, int, int],
     num_slots: int,
     num_heldout: int,
     others: tuple[float, float],
     frozen: float,
 ) -> RunWork:
-    """The work of a run that draws; `others` are the sizes of all reward models and teachers by that of the model,
+    """The work of a run that draws; `tokens` are those of a prompt, of a completion, and of what of it is drawn;
+    `others` are the sizes of all reward models and teachers by that of the model,
     `frozen` is the share of a forward pass that is computed once for all passes over a rollout.
     """
     reward_models, teachers = others
-    rollout, num_new = cfg.rollout, cfg.max_completion_tokens
+    rollout, (prompt_tokens, num_new) = cfg.rollout, tokens[:2]
+    num_drawn = tokens[2]
     rows = Rows(prompt_tokens, num_new, rollout.completions_per_prompt)
     step = work_of_step(passes, rows, num_slots, reward_models, teachers, frozen)
+    step += Work.drawing(passes.num_rows, num_drawn - num_new, num_slots)  # replies are not drawn
     measured = 1 + reward_models + teachers + (passes.num_teachers > 0)  # the student too
-    evaluation = Work.drawing(num_heldout, num_new, num_slots) + Work(
+    evaluation = Work.drawing(num_heldout, num_drawn, num_slots) + Work(
         num_heldout * (prompt_tokens + num_new) * measured
     )
     accuracy = getattr(cfg, "evaluation", None)
     once = evaluation if passes.num_teachers else Work()
     if accuracy is not None and accuracy.correct_at is not None:
         num = min(num_heldout, accuracy.num_prompts or num_heldout) * (1 + accuracy.completions_per_prompt)
-        once = (Work.drawing(num, num_new, num_slots) + Work(num * prompt_tokens)) * 2
+        once = (Work.drawing(num, num_drawn, num_slots) + Work(num * prompt_tokens)) * 2
     return RunWork(rows, step, evaluation, once, num_slots=num_slots)
 
 

@@ -3,9 +3,9 @@
 Shape legend: P prompts, G completions per prompt, B = P * G sequences, T completion tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from operator import add
 from typing import get_args
 
@@ -14,6 +14,7 @@ import torch
 from tunesmith.base.schema.records import plain_text
 from tunesmith.engine.batch.pack import Sequences
 from tunesmith.engine.batch.rollout import Completion, Group, StopReason
+from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.models.optimizer import StepReport
 from tunesmith.learn.algorithms.direct_loss import DirectStats
 from tunesmith.learn.algorithms.policy_loss import Correction, LeftOut, PolicyStats, importance_metrics
@@ -217,19 +218,46 @@ def kl_per_sequence(logp_BT: torch.Tensor, reference_logp_BT: torch.Tensor, mask
     return ((logp_BT - reference_logp_BT) * mask_BT).sum(dim=1).mean().item()
 
 
-def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit: int = 8) -> list[dict[str, object]]:
+MOST_TOKENS = 512
+"""Tokens of a trajectory that `samples.jsonl` shows one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a step learns: the completion, counted over all groups, of each row, and the advantages of its tokens."""
+
+    completion_B: Sequence[int] = ()
+    advantage_BT: torch.Tensor | None = None
+
+    def of(self, completion: int) -> list[list[float]]:
+        """The advantages of the tokens of each sample of a completion; empty if it is not learnt."""
+        if self.advantage_BT is None:
+            return []
+        rows = [row for row, own in enumerate(self.completion_B) if own == completion]
+        return [self.advantage_BT[row].tolist() for row in rows]
+
+
+def sample_rows(
+    groups: Sequence[Group],
+    scores: Scores | None,
+    step: int,
+    limit: int = 8,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    learnt: Learnt | None = None,
+) -> list[dict[str, object]]:
     """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward, the parts of it, and
-    what functions passed to `log_extra`; without them if `scores` is None.
+    what functions passed to `log_extra`; without them if `scores` is None. With a `tokenizer` trajectories also have
+    their tokens, see `_tokens`.
     """
     rows: list[dict[str, object]] = []
     for p, group in enumerate(groups[:limit]):
-        completion = group.completions[0]
+        completion, place = group.completions[0], p * len(group.completions)
         rewards: dict[str, object] = {}
         if scores is not None:
             rewards["reward"] = scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None
             rewards["rewards"] = {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()}
             if scores.columns:
-                place = p * scores.total_PG.shape[1]
                 rewards["logged"] = {name: _as_json(values[place]) for name, values in scores.columns.items()}
         rows.append(
             {
@@ -241,6 +269,7 @@ def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit
                 "finish_reason": completion.finish_reason,
                 "weight_version": group.weight_version,
                 **_trajectory_fields(completion),
+                **({} if tokenizer is None else _tokens(completion, tokenizer, (learnt or Learnt()).of(place))),
                 **({} if (versions := completion.weight_versions) is None else {"weight_versions": list(versions)}),
                 **rewards,
             }
@@ -260,6 +289,74 @@ def _trajectory_fields(completion: Completion) -> dict[str, object]:
         said.append({**message, **given})
     broke = {} if trajectory.error is None else {"error": trajectory.error}
     return {"messages": said, "stop_reason": trajectory.stop_reason, **broke}
+
+
+def _tokens(
+    completion: Completion, tokenizer: PreTrainedTokenizerBase, advantages: Sequence[Sequence[float]]
+) -> dict[str, object]:
+    """The field `tokens` of a trajectory: its parts in order, drawn turns and what was replied, up to `MOST_TOKENS`
+    tokens in all, and the number of tokens that are `left_out`.
+
+    A part has the `pieces` of text of its tokens. A turn also has its number `turn`, the `logps` of its tokens under
+    the model, its `reward`, if any, and, if it is learnt, its `advantage`, or those of its tokens where they differ.
+    `sample` is the number of the sequence that begins with a part, where the template rewrote the history.
+    """
+    if completion.trajectory is None:
+        return {}
+    parts: list[dict[str, object]] = []
+    piece_of = _pieces(tokenizer)
+    for index, sample in enumerate(completion.samples):
+        number = 1 + sum("turn" in part for part in parts)
+        own = _parts(sample, number, piece_of, advantages[index] if index < len(advantages) else None)
+        if index and own:
+            own[0]["sample"] = index + 1
+        parts += own
+    kept: list[dict[str, object]] = []
+    num_left = MOST_TOKENS
+    for part in parts:
+        lists = {name: value for name, value in part.items() if isinstance(value, list)}
+        cut = {**part, **{name: value[:num_left] for name, value in lists.items()}}
+        kept += [cut] if num_left else []
+        num_left -= min(num_left, len(lists["pieces"]))
+    total = sum(len(sample.token_ids) for sample in completion.samples)
+    return {"tokens": {"parts": kept, "left_out": total - MOST_TOKENS + num_left}}
+
+
+def _parts(
+    sample: Completion, number: int, piece_of: Callable[[int], str], advantages: Sequence[float] | None
+) -> list[dict[str, object]]:
+    """The parts of one sequence of a trajectory, whose turns are counted from `number`."""
+    parts: list[dict[str, object]] = []
+    turns = sample.trajectory_turns
+    ends = (*(turn.start for turn in turns[1:]), len(sample.token_ids))
+    for place, (turn, end) in enumerate(zip(turns, ends, strict=True)):
+        drawn, replied = sample.token_ids[turn.start : turn.stop], sample.token_ids[turn.stop : end]
+        part: dict[str, object] = {"turn": number + place, "pieces": [*map(piece_of, drawn)]}
+        part["logps"] = [round(logp, 3) for logp in sample.raw_logps[turn.start : turn.stop]]
+        part |= {} if turn.reward is None else {"reward": turn.reward}
+        if advantages is not None:
+            of_tokens = [round(one, 4) for one in advantages[turn.start : turn.stop]]
+            part["advantage"] = of_tokens[0] if len({*of_tokens}) == 1 else of_tokens
+        parts.append(part)
+        if replied:
+            parts.append({"pieces": [*map(piece_of, replied)]})
+    return parts
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """A function from an id to its text. It is read behind another one: alone, some tokenizers drop its first space."""
+    front: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
+
+    def text_of(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    alone = text_of(front)
+
+    @cache
+    def piece(token: int) -> str:
+        return text_of([*front, token]).removeprefix(alone)
+
+    return piece
 
 
 def _as_json(value: object) -> object:

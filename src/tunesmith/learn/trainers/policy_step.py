@@ -129,7 +129,8 @@ class PolicyStep(PolicyWithKL):
         """Step `index` (from 0): draw, score, decide what is learnt, update the policy, adapt the KL coefficient."""
         size, temperature = self.cfg.micro_batch_size, self.rollouts.cfg.temperature
         groups, scores = self.draw(prompts, index)
-        rows_of = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
+        batch_rows = partial(metrics.batch_rows, groups, scores)
+        sample_rows = partial(metrics.sample_rows, groups, scores, tokenizer=self.tokenizer)
         reference_logp_BT, kl_PG = self.kl_in_reward(groups)
         with span("advantages"):
             credit = self.credit(groups, scores, kl_PG)
@@ -143,11 +144,13 @@ class PolicyStep(PolicyWithKL):
             figures["num_tokens"] = float(sum(one.num_sampled for group in groups for one in group.completions))
         replied = [] if self.replies is None else replied_sequences(groups)
         if not rows and not replied:  # in no group do the rewards differ, or all of them failed
-            return StepResult({**figures, "updates": 0.0, "refused_steps": 0.0}, None, *rows_of)
+            return StepResult({**figures, "updates": 0.0, "refused_steps": 0.0}, None, batch_rows, sample_rows)
         if not rows:
             with span("update"):
                 stats = self.update_beside(index, replied)
-            return StepResult({**figures, **stats.metrics()}, metrics.worst_report(stats.reports), *rows_of)
+            return StepResult(
+                {**figures, **stats.metrics()}, metrics.worst_report(stats.reports), batch_rows, sample_rows
+            )
 
         with span("pack"):
             sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
@@ -165,6 +168,7 @@ class PolicyStep(PolicyWithKL):
         with span("advantages"):
             batch = self.batch_of(sequences, old, reference_logp_BT, advantage_B)
 
+        sample_rows = partial(sample_rows, learnt=metrics.Learnt(learnt_B, batch.advantage_BT))
         with span("update"):
             stats = self.update(batch, index, num_compared(credit, scores, len(prompts)) / len(learnt_B), replied)
         with span("metrics"):
@@ -172,7 +176,7 @@ class PolicyStep(PolicyWithKL):
             if "objective/kl" in figures:
                 self.kl.update(figures["objective/kl"], len(rows))
             figures["objective/kl_coef"] = self.kl.value
-        return StepResult(figures, metrics.worst_report(stats.reports), *rows_of)
+        return StepResult(figures, metrics.worst_report(stats.reports), batch_rows, sample_rows)
 
     def update(
         self,

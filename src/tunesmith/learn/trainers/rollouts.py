@@ -116,12 +116,16 @@ class Rollouts:
         return self.engine.generate(prompts, n, sampling, on_group=on_group)
 
     def mean_reward(self, prompts: Sequence[Prompt]) -> Metrics:
-        """`eval/reward`: mean reward of one completion of each prompt, with the same noise at every step, if any."""
+        """`eval/reward`: mean reward of one completion of each prompt, with the same noise at every step, if any.
+        With an environment also how the trajectories went, but for seconds.
+        """
         if not prompts:
             return {}
         with span("evaluate"):
             sampling = sampling_params(self.cfg, derive(self.seed, "evaluate", 0))
-            return {"eval/reward": self.scorer.score(self.generate(prompts, 1, sampling)).metrics()["reward"]}
+            groups = self.generate(prompts, 1, sampling)
+            went = {f"eval/{k}": v for k, v in metrics.trajectory_metrics(groups).items() if not k.endswith("_s")}
+            return {"eval/reward": self.scorer.score(groups).metrics()["reward"], **went}
 
 
 def sampling_params(cfg: RolloutSection, seed: int) -> SamplingParams:
@@ -322,6 +326,27 @@ class PolicyTask:
             num_heldout=len(self.data.heldout),
             reward_parameters=[model.model.num_parameters() for model in self.scorer.models.values()],
             demonstration_tokens=fmean(one.num_used for one in self.demonstrations) if self.demonstrations else 0.0,
+            trajectory_tokens=self._most_tokens,
+        )
+
+    @property
+    def _most_tokens(self) -> tuple[int, int] | None:
+        """(Tokens of a trajectory at most, those of them that are drawn); None without an environment."""
+        if self.conversations is None:
+            return None
+        most = self.conversations.max_tokens
+        most = min(most, context_length(self.loaded.model) or most)
+        return most, min(most, self.cfg.environment.max_turns * self.cfg.rollout.max_new_tokens)
+
+    @property
+    def assumed(self) -> str:
+        """How long the estimate takes trajectories to be; empty without an environment."""
+        if (tokens := self._most_tokens) is None:
+            return ""
+        section = self.cfg.environment
+        return (
+            f"the longest trajectories, {section.max_turns} turns of {self.cfg.rollout.max_new_tokens} tokens with "
+            f"replies of {section.max_reply_tokens}, {tokens[0]:,} tokens at most, and no wait for replies"
         )
 
     def batch(self, index: int) -> list[Prompt]:

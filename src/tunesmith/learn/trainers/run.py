@@ -169,6 +169,8 @@ def led(
     learner = task.build()
     estimate = task.estimate()
     announce(estimate, progress, device)
+    if assumed := getattr(task, "assumed", ""):
+        setup.say(f"estimates assume {assumed}", enabled=progress)
     if progress and estimate.work.preparation != Work():
         announce_time(estimate.work.preparation.seconds(cost), "what comes before the first step")
     identity = {**agreed(task.prepare(learner, progress)), "the device": device.type}
@@ -354,8 +356,8 @@ def tokens_of(task: Any) -> TokenFacts:
 @dataclass(frozen=True, slots=True)
 class Preview:
     """Size of the model, memory in GB by part and by stage, number of data rows, the first of them as text, about how
-    long the steps take, the tokens of the first rows, whose problems a run would raise, and why its rollout server does
-    not answer now, for which a run would wait.
+    long the steps take, the tokens of the first rows, whose problems a run would raise, why its rollout server does not
+    answer now, for which a run would wait, and how long the estimates take trajectories to be.
     """
 
     model: str
@@ -368,6 +370,7 @@ class Preview:
     seconds: float
     tokens: TokenFacts
     server: str
+    assumed: str = ""
 
 
 def preview(cfg: Recipe) -> Preview:
@@ -387,7 +390,10 @@ def preview(cfg: Recipe) -> Preview:
     work = estimate.work.preparation + estimate.work.remaining(task.num_steps, cfg.run.eval_every)
     seconds = work.seconds(cost_of(cfg, task, estimate)) + ending_s(estimate, cfg)
     tokens, server = tokens_of(task), _absent_server(cfg)
-    return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds, tokens, server)
+    assumed = task.assumed if isinstance(task, PolicyTask) else ""
+    if isinstance(task, PolicyTask):
+        task.close()
+    return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds, tokens, server, assumed)
 
 
 def _absent_server(cfg: Recipe) -> str:

@@ -239,6 +239,25 @@ RULES: tuple[Rule, ...] = (
         scope="environments",
     ),
     Rule(
+        name="malformed_calls",
+        symptom="Turns go into tool calls that cannot be made.",
+        needs=("environment/failed_calls", "environment/calls", "time/rollout_s"),
+        evidence="{environment/failed_calls:.0%} of {environment/calls:.2g} calls of a trajectory cannot be read, name "
+        "no tool or lack arguments (environment/failed_calls)",
+        advice="show the model how to call by a few steps of SFT on rows with `tool_calls`",
+        saving=waiting.malformed_calls,
+        scope="environments",
+    ),
+    Rule(
+        name="broken_prefixes",
+        symptom="The chat template rewrites earlier turns, so they are drawn behind and learnt again.",
+        needs=("environment/samples",),
+        evidence="a trajectory comes to {environment/samples:.2g} sequences (environment/samples)",
+        advice="take a chat template that keeps earlier turns as they are: most rewrite them to leave out reasoning",
+        saving=waiting.broken_prefixes,
+        scope="environments",
+    ),
+    Rule(
         name="cache_starved",
         symptom="The cache is too small to use all slots.",
         needs=("rollout/starved_s", "rollout/slots_used", *_SLOTS),

@@ -21,6 +21,9 @@ _FEW_POINTS = 40
 _MANY_POINTS = 200
 _NUM_MEANS = 100
 
+REPLY, WAITING = "time/rollout/reply_s", "waiting for tools"
+"""The seconds in which nothing is drawn because all trajectories wait for a reply, and what pages call them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -160,7 +163,11 @@ def _curve_rows(lines: Sequence[Series]) -> tuple[tuple[str, ...], ...]:
 
 
 def stage_chart(id: str, rows: Sequence[Facts]) -> Chart | None:
-    """Seconds of each top-level stage (`time/<stage>_s`), stacked per step: bars for few steps, areas for many."""
+    """Seconds of each top-level stage (`time/<stage>_s`), stacked per step: bars for few steps, areas for many.
+
+    The part of a rollout in which all trajectories wait for their environment is a stage of its own.
+    """
+    rows = [_with_waiting(row) for row in rows]
     keys = [key for key in numeric_keys(rows) if _is_stage(key)]
     if not keys:
         return None
@@ -189,6 +196,13 @@ def stage_chart(id: str, rows: Sequence[Facts]) -> Chart | None:
         rows=table,
         height=300,
     )
+
+
+def _with_waiting(row: Facts) -> Facts:
+    waited_s, drawn_s = number(row.get(REPLY)), number(row.get("time/rollout_s"))
+    if not waited_s or drawn_s is None:
+        return row
+    return {**row, "time/rollout_s": drawn_s - waited_s, f"time/{WAITING}_s": waited_s}
 
 
 def _stage_name(line: Series) -> str:

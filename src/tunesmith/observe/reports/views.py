@@ -1,8 +1,10 @@
 """Data of the report pages from run folders, comparisons and demo results: tiles, goals, samples, votes."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tunesmith.base.config.yaml_text import is_list, is_mapping
 from tunesmith.base.runs.listing import number
 from tunesmith.observe.profiling.diagnosis import Diagnosis, setting_lines
 from tunesmith.observe.reports.figures import evenly
@@ -10,6 +12,7 @@ from tunesmith.observe.reports.text import (
     UNKNOWN,
     Facts,
     answer_text,
+    count_of,
     cut,
     decimal,
     duration,
@@ -17,6 +20,8 @@ from tunesmith.observe.reports.text import (
     percent,
     prompt_text,
     score,
+    short,
+    signed,
 )
 
 MAX_PROMPTS = 60
@@ -66,11 +71,39 @@ class PromptSamples:
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """The text of a token, its shade from 0 (likely) to 4 (surprising), and a note with its figures."""
+
+    text: str
+    shade: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPart:
+    """A turn of a trajectory that the model drew, or what was replied, which is not learnt and has no shades."""
+
+    title: str
+    is_drawn: bool
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepSamples:
-    """Samples drawn at one training step."""
+    """Samples drawn at one training step, those of trajectories with their tokens."""
 
     step: str
-    samples: tuple[tuple[str, bool, ScoredText], ...]
+    samples: tuple[tuple[str, bool, ScoredText, tuple[TokenPart, ...]], ...]
+
+
+MOST_TOKENS = 2_000
+"""Tokens of a sample that a page shows: more than `samples.jsonl` holds, unless something else has written it."""
+
+_MOST_CHARACTERS = 200
+"""Characters of a token that a page shows."""
+
+_SHADES = (-0.11, -0.7, -2.3, -4.6)
+"""Log-probs of 90, 50, 10 and 1 %: a token below as many of them has that shade."""
 
 
 def comparison_tiles(comparison: Facts) -> tuple[Tile, ...]:
@@ -89,7 +122,26 @@ def comparison_tiles(comparison: Facts) -> tuple[Tile, ...]:
         Tile("Paired permutation test", p_value(comparison.get("p_value")), f"two-sided, over prompts{method}"),
         Tile("KL to the model before", f"{kl} nats", "per completion, on the samples after"),
         Tile("Distinct-2, after / before", ratio, variety),
+        *_win_tiles(comparison),
     )
+
+
+def _win_tiles(comparison: Facts) -> list[Tile]:
+    """The win rate, and of trajectories turns, calls and what ended them; empty for pages of older releases."""
+    if "win_rate" not in comparison:
+        return []
+    low, high = map(percent, comparison.get("win_rate_interval") or (None, None))
+    tiles = [Tile("Win rate", percent(comparison["win_rate"]), f"ties half, 95\u202f% interval {low} to {high}")]
+    found: Facts | None = comparison.get("environment")
+    if found:
+        sides = ("before", "after")
+        calls = " and ".join(decimal(found.get(f"calls_{side}"), 2) for side in sides)
+        turns = " → ".join(decimal(found.get(f"turns_{side}"), 2) for side in sides)
+        shares: list[Facts] = [found.get(f"stop_reasons_{side}") or {} for side in sides]
+        ended = [", ".join(f"{name} {percent(value)}" for name, value in side.items()) for side in shares]
+        tiles.append(Tile("Turns", turns, f"{calls} calls of a trajectory"))
+        tiles.append(Tile("Ended, after", ended[1], f"before: {ended[0]}"))
+    return tiles
 
 
 def _out_of(facts: Facts) -> str:
@@ -165,13 +217,57 @@ def step_samples(samples: Sequence[Facts]) -> tuple[StepSamples, ...]:
     )
 
 
-def _step_sample(row: Facts) -> tuple[str, bool, ScoredText]:
+def _step_sample(row: Facts) -> tuple[str, bool, ScoredText, tuple[TokenPart, ...]]:
     value = next((row[key] for key in ("reward", "score", "rewards") if key in row), None)
     return (
         cut(row.get("prompt"), 1_000),
         isinstance(row.get("prompt"), str),
         ScoredText(cut(answer_text(row)), score(value)),
+        token_parts(row),
     )
+
+
+def token_parts(sample: Facts) -> tuple[TokenPart, ...]:
+    """The tokens of a trajectory by turns; empty for a sample without them, as runs of older releases have."""
+    tokens = sample.get("tokens")
+    if not is_mapping(tokens):
+        return ()
+    parts: list[TokenPart] = []
+    num_left = MOST_TOKENS
+    for row in _list(tokens.get("parts")):
+        if is_mapping(row) and num_left > 0:
+            parts.append(_token_part(row, num_left))
+            num_left -= len(parts[-1].tokens)
+    left_out = number(tokens.get("left_out")) or 0
+    if left_out > 0:
+        parts.append(TokenPart(f"{count_of(int(left_out), 'token')} more, not recorded", False, ()))
+    return tuple(parts)
+
+
+def _token_part(part: Mapping[str, object], limit: int) -> TokenPart:
+    pieces, logps = (_list(part.get(name)) for name in ("pieces", "logps"))
+    given = part.get("advantage")
+    each = _list(given) or [given] * len(pieces)
+    tokens: list[Token] = []
+    for place, piece in enumerate(pieces[:limit]):
+        logp = number(logps[place]) if place < len(logps) else None
+        figures = [] if logp is None else [f"log-prob {decimal(logp, 2)}, {percent(math.exp(min(0.0, logp)))}"]
+        advantage = number(each[place]) if place < len(each) else None
+        figures += [] if advantage is None else [f"advantage {signed(advantage, 2)}"]
+        shade = 0 if logp is None else sum(logp < bound for bound in _SHADES)
+        text = str(piece)[:_MOST_CHARACTERS].replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
+        tokens.append(Token(text, shade, "; ".join(figures)))
+    is_drawn = "turn" in part
+    words = [f"turn {short(part['turn'], 9)}" if is_drawn else "reply, not learnt"]
+    words += [f"reward {decimal(part['reward'], 2)}"] if "reward" in part else []
+    words += [f"advantage {signed(given, 2)}"] if number(given) is not None else []
+    words += ["not learnt"] if is_drawn and given is None else []
+    words += [f"in a new sequence ({short(part['sample'], 9)})"] if "sample" in part else []
+    return TokenPart(", ".join(words), is_drawn, tuple(tokens))
+
+
+def _list(value: object) -> Sequence[object]:
+    return value if is_list(value) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ async function showSamples() {
   if (shownStep === step) $("samples").replaceChildren(...found.samples.map(sample));
 }
 
-function sample({ prompt, completion, reward, rewards, finish_reason: reason, num_tokens: tokens }) {
+function sample({ prompt, completion, reward, rewards, finish_reason: reason, num_tokens: tokens, tokens: parts }) {
   const words = [
     reward === null ? null : `reward ${short(reward)}`,
     ...rewards.map(([name, value]) => `${name} ${short(Number(value))}`),
@@ -226,7 +226,24 @@ function sample({ prompt, completion, reward, rewards, finish_reason: reason, nu
     html("p", { class: "passage raw muted", dir: "auto" }, prompt),
     html("p", { class: "passage raw", dir: "auto" }, completion),
     html("p", { class: "muted" }, words.filter(Boolean).join(" · ")),
+    parts.length ? tokenView(parts) : null,
   );
+}
+
+const SHADES = ["above 90 %", "above 50 %", "above 10 %", "above 1 %", "below"];
+
+/** The tokens of a trajectory by turns, made when they are asked for. */
+function tokenView(parts) {
+  const view = html("details", { class: "tokens" }, html("summary", {}, "Tokens"));
+  view.addEventListener("toggle", () => {
+    const legend = SHADES.flatMap((words, shade) => [html("span", { class: `piece p${shade}` }, words), " "]);
+    const shown = parts.flatMap(([title, isDrawn, tokens]) => [
+      html("p", { class: "part" }, title),
+      html("p", { class: isDrawn ? "pieces" : "pieces replied", dir: "auto", translate: "no" }, ...tokens.map(([text, shade, note]) => html("span", { class: isDrawn ? `piece p${shade}` : "", title: note }, text))),
+    ]);
+    view.append(html("p", { class: "muted" }, "Shaded by the model's log-prob: ", ...legend, "Point at a token for its figures."), ...shown);
+  }, { once: true });
+  return view;
 }
 
 $("only-set").addEventListener("input", () => facts && showRecipe());

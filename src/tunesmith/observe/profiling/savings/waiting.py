@@ -90,6 +90,19 @@ def for_tools(f: Facts) -> str:
     return "draw more trajectories in a step, so that others go on meanwhile, or make the tools faster"
 
 
+def malformed_calls(f: Facts) -> Saving | None:
+    """The turns with calls that cannot be made need not be drawn, but for those in which others are made."""
+    num_failed = f.number("environment/failed_calls") * f.number("environment/calls")
+    share = min(1.0, num_failed / max(1.0, f.number("environment/turns", 1.0)))
+    return around(share * (f.stage_s("rollout") - f.stage_s("rollout/reply")), 0.3, 1.2)
+
+
+def broken_prefixes(f: Facts) -> Saving | None:
+    """One sequence is learnt in place of several that have their beginnings in common."""
+    passes_s = f.stage_s("old_policy", "reference", "update")
+    return around(passes_s * (1 - 1 / max(1.0, f.number("environment/samples"))), 0.3, 1.0)
+
+
 def _waits(f: Facts) -> bool:
     """True if the reward waits for something else than a core, most of the time."""
     can_run = running_share(f) if "cpu/run_delay_s" in f.values else 1.0
