@@ -3,12 +3,13 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
+from tests.environments.played import Echo, raises
 from tunesmith.base.config.sections import EnvironmentSection
 from tunesmith.base.core.errors import EnvironmentFailedError, InputError
 from tunesmith.base.schema.records import Prompt
@@ -22,32 +23,6 @@ from tunesmith.learn.environments.episodes import Conversations, _said
 
 PROMPTS = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate("abcd")]
 LOADED = tiny_model("llama", dtype=torch.float32)
-
-
-class Echo:
-    """Says "ok" to everything. `breaks` is called in the second turn of the trajectories of prompt 1."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-
-    def __init__(self, breaks: Callable[[], Any] | None = None, at: str = "step") -> None:
-        self._breaks, self._at = breaks or (lambda: None), at if breaks else "never"
-        self.is_closed = False
-
-    def reset(self, row: Mapping[str, Any]) -> Any:
-        self.num, self._is_bad = 0, row["prompt"][-1]["content"] == "b"
-        return self._breaks() if self._is_bad and self._at == "reset" else None
-
-    def step(self, said: Said) -> Reply:
-        self.num += 1
-        if self._is_bad and self.num == 2 and self._at == "step":
-            return self._breaks()
-        return Reply(({"role": "user", "content": "ok"},), 1.0)
-
-    def reward(self) -> Any:
-        return self._breaks() if self._is_bad and self._at == "reward" else None
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 def draw(make: Callable[[], Any], n: int = 2, **section: Any) -> list[list[Completion]]:
@@ -70,14 +45,10 @@ def of(completion: Completion) -> Trajectory:
     return completion.trajectory
 
 
-def fails() -> None:
-    raise ZeroDivisionError("in the environment")
-
-
 @pytest.mark.parametrize(
     ("breaks", "reason", "error"),
     [
-        (fails, "error", "ZeroDivisionError: in the environment"),
+        (raises, "error", "ZeroDivisionError: in the environment"),
         (lambda: time.sleep(30), "time_limit", "longer than 0.5 s"),
         (lambda: None, "error", "step returned NoneType"),
         (lambda: Reply(reward=float("nan")), "error", "the reward is nan"),
@@ -103,7 +74,7 @@ def test_one_that_breaks_ends_its_own_trajectories_alone(breaks, reason, error) 
 
 @pytest.mark.parametrize("at", ["reset", "reward"])
 def test_one_that_breaks_at_its_begin_or_end(at) -> None:
-    found = draw(lambda: Echo(fails, at))
+    found = draw(lambda: Echo(raises, at))
     assert {of(one).stop_reason for one in found[1]} == {"error"}
     assert {of(one).reward for one in found[0]} == {3.0}
     if at == "reset":
@@ -123,7 +94,7 @@ def test_where_every_trajectory_breaks_the_reason_is_named() -> None:
 
 def test_each_kind_of_failure_is_told_once(caplog) -> None:
     with caplog.at_level(logging.WARNING):
-        draw(lambda: Echo(fails))
+        draw(lambda: Echo(raises))
     assert len([one for one in caplog.records if "broke a trajectory" in one.message]) == 1
 
 
@@ -149,7 +120,7 @@ def test_an_episode_is_used_again_unless_something_broke_in_it() -> None:
     made: list[Echo] = []
 
     def make() -> Echo:
-        made.append(Echo(fails))
+        made.append(Echo(raises))
         return made[-1]
 
     draw(make)
@@ -240,7 +211,7 @@ def test_an_opening_without_room_ends_its_own_trajectory_and_shortens_no_other()
             super().reset(row)
             return "x" * 300 if self._is_bad else None
 
-    usual, found = draw(Echo, max_turns=4), draw(lambda: Long(fails, "never"), max_turns=4)
+    usual, found = draw(Echo, max_turns=4), draw(lambda: Long(raises, "never"), max_turns=4)
     assert {of(one).stop_reason for one in found[1]} == {"context_full"}
     assert [one.token_ids for one in found[0]] == [one.token_ids for one in usual[0]]
 
@@ -248,7 +219,7 @@ def test_an_opening_without_room_ends_its_own_trajectory_and_shortens_no_other()
         def reset(self, row: Mapping[str, Any]) -> Any:
             return "x" * 200 if super().reset(row) else None
 
-    half = draw(lambda: Half(fails, "never"), max_turns=4)
+    half = draw(lambda: Half(raises, "never"), max_turns=4)
     assert all(0 < len(one.token_ids) < 40 for one in half[1])
     assert [one.token_ids for one in half[0]] == [one.token_ids for one in usual[0]]
 

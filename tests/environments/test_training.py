@@ -4,12 +4,13 @@ learnt."""
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from tests.environments.played import Talks
 from tunesmith import train
 from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
@@ -19,35 +20,12 @@ from tunesmith.observe.reports.text import answer_text
 from tunesmith.train import RunResult
 
 
-class Talks:
-    """Answers what is said by words that depend on it, rewards each turn, and ends by itself."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    delays: random.Random | None = None
-
-    def reset(self, row: Mapping[str, object]) -> str:
-        self.num = 0
-        return f" {row['seed']}"[:3]
-
-    def step(self, said: Said) -> Reply:
-        if self.delays is not None:
-            time.sleep(self.delays.choice((0.0, 0.01, 0.03)))
-        self.num += 1
-        code = sum(map(ord, said.text))
-        reward = (code % 5) / 10
-        if code % 7 == 0:
-            return Reply(reward=reward, done=True, reason="tool_ended")
-        return Reply(({"role": "user", "content": "abc"[: code % 4]},), reward)
-
-    def reward(self) -> float | None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
 class TalksSlowly(Talks):
     delays = random.Random(0)
+
+    def step(self, said: Said) -> Reply:
+        time.sleep(self.delays.choice((0.0, 0.01, 0.03)))
+        return super().step(said)
 
 
 def run(algorithm: str, folder: Path, steps: int = 3, **given: Any) -> RunResult:

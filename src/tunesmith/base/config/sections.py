@@ -405,6 +405,10 @@ class EnvironmentSection(Section):
     """Time limit of each call of the environment."""
     max_calls: PositiveInt = 64
     """Calls of environments that may run at a time."""
+    processes: NonNegativeInt = 0
+    """Processes that make and hold the environments, each several; 0: threads of the training's own process. One whose
+    call takes too long is killed, and one that ends breaks its own trajectories alone. For environments that compute
+    for long in Python, crash, hang, or use what threads may not share."""
 
     @property
     def is_given(self) -> bool:
