@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -314,3 +314,65 @@ def test_what_a_tool_raises_is_told_and_what_it_gives_ends_the_episode() -> None
     assert texts[2] == "Error: add: missing a required argument: 'b'"
     assert texts[3:] == ["10"]
     assert (reply.reward, reply.done, reply.reason, reply.num_failed) == (0.5, True, "tool_ended", 2)
+
+
+def takes(
+    count: int,
+    share: float = 0.0,
+    deep: bool = False,
+    name: str = "",
+    places: list[int] | None = None,
+    unit: Literal["m", "km"] = "m",
+    limit: int = None,  # type: ignore[assignment]  # noqa: RUF013 - as people write it
+) -> str:
+    """Say what came.
+
+    Args:
+        count: A number.
+        share: A share.
+        deep: Yes or no.
+        name: A name.
+        places: Numbers.
+        unit: Of length.
+        limit: At most.
+    """
+    return repr((count, share, deep, name, places, unit, limit))
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"count": "3"}, (3, 0.0, False, "", None, "m", None)),
+        ({"count": 3.0, "share": 3, "limit": None}, (3, 3.0, False, "", None, "m", None)),
+        ({"count": 1, "share": "0.5", "deep": "true"}, (1, 0.5, True, "", None, "m", None)),
+        ({"count": 1, "deep": "False", "name": "3"}, (1, 0.0, False, "3", None, "m", None)),
+        ({"count": 1, "name": 3, "limit": "4"}, (1, 0.0, False, "3", None, "m", 4)),
+        ({"count": 1, "places": "[1, 2]"}, (1, 0.0, False, "", [1, 2], "m", None)),
+        ({"count": 1, "places": ["1", 2.0]}, (1, 0.0, False, "", [1, 2], "m", None)),
+        ({"count": 1, "places": "null", "unit": "km"}, (1, 0.0, False, "", None, "km", None)),
+    ],
+)
+def test_arguments_are_taken_as_they_are_meant(given, taken) -> None:
+    reply = ToolEpisode(None, [takes], lambda result: result).step(Said("", (Call("takes", given),)))
+    assert reply.messages[0]["content"] == repr(taken)
+    assert reply.num_failed == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"count": "three"}, """the argument 'count' is "three", expected is {"type": "integer"}"""),
+        ({"count": 3.5}, """'count' is 3.5, expected is {"type": "integer"}"""),
+        ({"count": True}, """'count' is true, expected is {"type": "integer"}"""),
+        ({"count": 1, "share": [1]}, """'share' is [1], expected is {"type": "number"}"""),
+        ({"count": 1, "deep": 2}, """'deep' is 2, expected is {"type": "boolean"}"""),
+        ({"count": 1, "name": None}, """'name' is null, expected is {"type": "string"}"""),
+        ({"count": 1, "unit": "mile"}, """'unit' is "mile", expected is {"enum": ["m", "km"], "type": "string"}"""),
+        ({"count": "9" * 1000 + "x"}, f"""'count' is "{"9" * 99}..., expected is"""),
+    ],
+)
+def test_an_argument_of_another_kind_is_named_to_the_model(given, message) -> None:
+    reply = ToolEpisode(None, [takes], lambda result: result).step(Said("", (Call("takes", given),)))
+    assert str(reply.messages[0]["content"]).startswith("Error: takes: the argument '")
+    assert message in str(reply.messages[0]["content"])
+    assert reply.num_failed == 1
