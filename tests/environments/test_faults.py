@@ -1,9 +1,10 @@
 """Environments that misbehave: what was drawn is kept, the others go on, nothing waits for ever, a reason is named."""
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import pytest
@@ -18,25 +19,41 @@ from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams, Tr
 from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.models.turns import parse_answer
 from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.learn.environments.calls import Calls
 from tunesmith.learn.environments.contract import Call, Reply, Said, ToolEpisode, ToolResult
 from tunesmith.learn.environments.episodes import Conversations, _said
+from tunesmith.learn.environments.sources import opener
 
 PROMPTS = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate("abcd")]
-LOADED = tiny_model("llama", dtype=torch.float32)
+LOADED = tiny_model("llama", dtype=torch.float32, max_position_embeddings=1024)
 
 
-def draw(make: Callable[[], Any], n: int = 2, **section: Any) -> list[list[Completion]]:
+class Counts:
+    """An environment in TRL's form."""
+
+    def look(self, place: str) -> str:
+        """Look there.
+
+        Args:
+            place: Where.
+        """
+        return f"nothing at {place}"
+
+
+def draw(make: Callable[[], Any], n: int = 2, context: int = 256, **section: Any) -> list[list[Completion]]:
     options = {"max_turns": 3, "timeout_s": 5.0, "max_reply_tokens": 24, **section}
     talks = Conversations(
         lambda calls: made if hasattr(made := make(), "step") else ToolEpisode(made, (), calls.wait),
         LOADED.tokenizer,
         EnvironmentSection(**options),
         max_new_tokens=6,
-        context=256,
+        context=context,
     )
     engine = open_engine(LOADED.model, LOADED.tokenizer)
-    groups = talks.draw(engine, PROMPTS, n, SamplingParams(seed=3))
-    talks.close()
+    try:
+        groups = talks.draw(engine, PROMPTS, n, SamplingParams(seed=3))
+    finally:
+        talks.close()
     return [list(group.completions) for group in groups]
 
 
@@ -81,6 +98,104 @@ def test_one_that_breaks_at_its_begin_or_end(at) -> None:
         assert all(one.num_sampled == 0 for one in found[1])
 
 
+def test_a_reward_that_comes_too_late_is_none() -> None:
+    usual = draw(Echo)
+    found = draw(lambda: Echo(lambda: time.sleep(1) or 5.0, "reward"), timeout_s=0.3)
+    for one, before in zip(found[1], usual[1], strict=True):
+        assert (of(one).stop_reason, of(one).reward) == ("time_limit", None)
+        assert one.token_ids == before.token_ids
+
+
+@pytest.mark.parametrize(
+    ("says", "error"),
+    [(3, "TypeError: reset returned int; return a text, or None"), ({"a": 1}, "TypeError: reset returned dict")],
+)
+def test_a_reset_that_returns_no_text_breaks_its_trajectory(says, error) -> None:
+    class Numbers(Counts):
+        def reset(self, prompt: Sequence[Mapping[str, Any]]) -> Any:
+            return says if prompt[-1]["content"] == "b" else None
+
+    found = draw(Numbers, context=1000)
+    assert all(str(of(one).error).startswith(error) for one in found[1])
+    assert all(of(one).error is None for one in found[0])
+
+
+def test_what_a_tool_returns_is_a_text_to_the_model() -> None:
+    given: list[Any] = [None, 3, {"a": [1]}, [None], b"a", {"a": object}]
+
+    def gives() -> Any:
+        """Give the next."""
+        return given.pop(0)
+
+    episode = ToolEpisode(None, [gives], lambda result: result)
+    reply = episode.step(Said("", tuple(Call("gives") for _ in given)))
+    texts = [message["content"] for message in reply.messages]
+    assert texts == ["", "3", '{"a": [1]}', "[null]", "b'a'", "{'a': <class 'object'>}"]
+
+
+def test_tools_that_change_are_those_that_a_trajectory_began_with() -> None:
+    def tool(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "description": "a", "parameters": {"type": "object"}}}
+
+    seen: list[tuple[Prompt, int]] = []
+
+    class Changes(Echo):
+        def reset(self, row: Mapping[str, Any]) -> Any:
+            super().reset(row)
+            self.tools = [tool(f"of_{row['prompt'][-1]['content']}")]
+
+        def step(self, said: Said) -> Reply:
+            self.tools = [tool(f"turn_{self.num}")]
+            return super().step(said)
+
+    talks = Conversations(
+        lambda calls: Changes(), LOADED.tokenizer, EnvironmentSection(max_turns=3), max_new_tokens=6, context=1000
+    )
+    engine = open_engine(LOADED.model, LOADED.tokenizer)
+    for _ in range(2):  # instances are used again, for other prompts
+        groups = talks.draw(engine, PROMPTS, 2, SamplingParams(seed=3))
+        for prompt, group in zip("abcd", groups, strict=True):
+            text = LOADED.tokenizer.decode(group.prompt_token_ids)
+            assert f'"of_{prompt}"' in text
+            assert "turn_" not in text
+            assert all(of(one).stop_reason == "max_turns" for one in group.completions)
+        seen += [(group.prompt, len(group.completions)) for group in groups]
+    assert seen[:4] == seen[4:]
+
+
+def test_an_instance_that_is_refused_or_made_too_late_is_closed() -> None:
+    made: list[Echo] = []
+
+    class Refused(Counts):
+        def __init__(self) -> None:
+            made.append(self)  # type: ignore[arg-type]
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    with pytest.raises(InputError, match="two tools have the same name"):
+        opener(EnvironmentSection(), tools=[Counts().look], environment_factory=Refused)(Calls(5.0))  # type: ignore[misc]
+    assert [one.is_closed for one in made] == [True]
+    ended = threading.Event()
+
+    class Late(Echo):
+        def __init__(self) -> None:
+            ended.wait(60)
+            super().__init__()
+            self._is_bad = False
+            made.append(self)
+
+    with pytest.raises(InputError, match=r"took longer than 0.3 s; raise environment.timeout_s"):
+        draw(Late, timeout_s=0.3)
+    assert len(made) == 1
+    ended.set()
+    for _ in range(100):
+        if len(made) > 1 and all(one.is_closed for one in made):
+            break
+        time.sleep(0.05)
+    assert len(made) > 1 and all(one.is_closed for one in made)
+
+
 def test_where_every_trajectory_breaks_the_reason_is_named() -> None:
     class Broken(Echo):
         def step(self, said: Said) -> Reply:
@@ -108,11 +223,15 @@ def test_a_reply_that_is_too_long_is_cut_in_the_middle() -> None:
         assert all(len(text) < 60 and "[... cut ...]" in text for text in replies)
 
 
-def test_a_context_that_fills_up_ends_the_trajectory() -> None:
-    found = draw(Echo, max_turns=100, max_tokens=60)
-    for one in (one for group in found for one in group):
-        assert of(one).stop_reason == "max_tokens"
-        assert len(one.token_ids) <= 60
+@pytest.mark.parametrize(("limit", "reason"), [({"max_tokens": 60}, "max_tokens"), ({"context": 80}, "context_full")])
+def test_a_context_that_fills_up_ends_the_trajectory(limit, reason) -> None:
+    usual = draw(Echo, max_turns=100, context=1000, max_tokens=200)
+    found = draw(Echo, max_turns=100, **limit)
+    for one, longer in zip(itertools.chain(*found), itertools.chain(*usual), strict=True):
+        assert of(one).stop_reason == reason
+        assert len(of(one).turns) > 1
+        assert 40 < len(one.token_ids) <= 60
+        assert longer.token_ids[: len(one.token_ids)] == one.token_ids
         assert one.finish_reason == "length"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.environments.played import Talks
 from tunesmith import train
-from tunesmith.base.core.errors import InputError, RunError
+from tunesmith.base.core.errors import EnvironmentFailedError, InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
 from tunesmith.engine.batch.rollout import StopReason
 from tunesmith.learn.environments.contract import Reply, Said
@@ -141,20 +141,33 @@ def test_what_a_run_was_given_must_be_given_again(tmp_path) -> None:
         train.resume(first.run_dir, prompts=["a", "b", "c"], environment_factory=Other, steps=2, progress=False)
 
 
-def test_episodes_are_closed_when_the_run_ends(tmp_path) -> None:
+@pytest.mark.parametrize("ends", [None, KeyboardInterrupt, ZeroDivisionError, EnvironmentFailedError])
+def test_every_episode_is_closed_however_the_run_ends(ends, tmp_path) -> None:
     made: list[Talks] = []
 
     class Counted(Talks):
-        is_closed = False
+        num_closed = 0
 
         def __init__(self) -> None:
             made.append(self)
 
-        def close(self) -> None:
-            self.is_closed = True
+        def step(self, said: Said) -> Reply:
+            if ends is not None and len(made) > 6:
+                raise ends
+            return super().step(said)
 
-    run("grpo", tmp_path, steps=1, environment_factory=Counted)
-    assert made and all(one.is_closed for one in made)
+        def close(self) -> None:
+            self.num_closed += 1
+
+    options: dict[str, Any] = {"rollout.completions_per_prompt": 2, "environment_factory": Counted}
+    if ends is None:
+        run("grpo", tmp_path, steps=1, **options)
+        assert len(made) == 6
+    else:
+        with pytest.raises(EnvironmentFailedError if ends is ZeroDivisionError else ends):
+            run("grpo", tmp_path, steps=1, **{**options, "rollout.completions_per_prompt": 4})
+        assert len(made) == 12
+    assert [one.num_closed for one in made] == [1] * len(made)
 
 
 def test_what_is_wrong_with_an_environment_is_said_before_a_run_folder_is_made(tmp_path) -> None:

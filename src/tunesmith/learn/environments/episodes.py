@@ -133,6 +133,7 @@ class Conversations:
         self._shared = Shared(math.inf if isinstance(open_episode, Processes) else section.timeout_s)
         self._idle: list[_Hosted] = []
         self._made: set[_Hosted] = set()
+        self._is_closed = False
         self._lock = threading.Lock()
         self._said_errors: set[str] = set()
 
@@ -372,8 +373,11 @@ class Conversations:
 
         def make() -> _Hosted:
             hosted = _Hosted(self._open(calls), calls)
-            with self._lock:
-                self._made.add(hosted)  # here, so that one that is made too late is closed too
+            with self._lock:  # here, so that one that is made too late is closed too
+                if not self._is_closed:
+                    self._made.add(hosted)
+                    return hosted
+            hosted.end()
             return hosted
 
         try:
@@ -406,7 +410,7 @@ class Conversations:
     def close(self) -> None:
         """Close all episodes, however they take that."""
         with self._lock:
-            made, self._made = self._made, set()
+            made, self._made, self._is_closed = self._made, set(), True
             self._idle.clear()
         wait([hosted.end() for hosted in made], self._section.timeout_s)
         if isinstance(self._open, Processes):
