@@ -1,5 +1,6 @@
 """Environments in processes of their own: the same trajectories as in threads, and what becomes of one that ends."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -75,9 +77,12 @@ def of(completion: Completion) -> Trajectory:
 
 def children() -> set[int]:
     """The processes of environments that this process has."""
-    task = Path(f"/proc/{os.getpid()}/task")
-    found = {int(pid) for one in task.iterdir() for pid in (one / "children").read_text().split()}
-    return {pid for pid in found if b"learn.environments.process" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    found: set[int] = set()
+    for one in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # also one that nobody has waited for yet
+            if "tunesmith.learn.environments.process" in one.cmdline():
+                found.add(one.pid)
+    return found
 
 
 def run(folder: Path, processes: int, factory: Callable[[], object] = Talks, steps: int = 2, **given: Any) -> Any:
