@@ -145,7 +145,7 @@ def test_a_process_that_ends_between_two_steps_breaks_nothing() -> None:
         assert len(before) == 2
         for pid in before:
             os.kill(pid, signal.SIGKILL)
-        while children() & before:
+        while any(map(psutil.pid_exists, before)):
             time.sleep(0.01)
         again = drawn(talks)
         assert len(children()) == 2

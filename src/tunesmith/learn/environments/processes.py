@@ -87,12 +87,13 @@ class _Process:
         started = threading.Event()
         threading.Thread(target=self._attend, args=(started,), name="tunesmith-environments", daemon=True).start()
         started.wait()
-        self._begun = self._send("begin")
 
     def begin(self) -> None:
-        """Wait until it can make episodes. Raises EnvironmentFailedError if it cannot, InputError if that is known."""
+        """Wait until it can make episodes. Raises ProcessEndedError if it ended, EnvironmentFailedError if that takes
+        too long, and InputError for what it can make none of.
+        """
         try:
-            _read(self._begun.result(_BEGIN_S))
+            _read(self._send("begin").result(_BEGIN_S))
         except TimeoutError:
             self.kill(f"took longer than {_BEGIN_S:g} s to begin")
             raise EnvironmentFailedError(f"a process of the environment {self._why_killed}") from None
@@ -109,6 +110,11 @@ class _Process:
             self.kill(f"was killed, because a call in it took longer than {limit_s:g} s")
             raise TimeLimitError(limit_s) from None
         return _read(answer)
+
+    def has_ended(self) -> bool:
+        """True if it has, also if that is noticed just now."""
+        with self._sending:
+            return self.is_over
 
     def kill(self, why: str) -> None:
         """End it at once."""
@@ -227,7 +233,7 @@ class ProcessEpisode:
 
     def reset(self, row: Mapping[str, object]) -> str | Sequence[Message] | None:
         """See `Episode.reset`."""
-        if self._process.is_over:
+        if self._process.has_ended():
             self._process, self._key, self.tools = self._processes.open()
         opening, self.tools = self._called("reset", dict(row))
         return opening
@@ -256,7 +262,7 @@ def _pickled(value: object, what: str) -> bytes:
     """`value` as bytes. Raises InputError if it has none."""
     try:
         return pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
         raise InputError(
             f"{what} cannot be sent to a process ({error}); give functions and classes that a module has at its top, "
             "and plain values, or set environment.processes: 0"
