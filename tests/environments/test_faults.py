@@ -1,14 +1,16 @@
 """Environments that misbehave: what was drawn is kept, the others go on, nothing waits for ever, a reason is named."""
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from tests.environments.played import Echo, raises
 from tunesmith.base.config.sections import EnvironmentSection
 from tunesmith.base.core.errors import EnvironmentFailedError, InputError
 from tunesmith.base.schema.records import Prompt
@@ -17,51 +19,41 @@ from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams, Tr
 from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.models.turns import parse_answer
 from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.learn.environments.calls import Calls
 from tunesmith.learn.environments.contract import Call, Reply, Said, ToolEpisode, ToolResult
 from tunesmith.learn.environments.episodes import Conversations, said_of
+from tunesmith.learn.environments.sources import opener
 
 PROMPTS = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate("abcd")]
-LOADED = tiny_model("llama", dtype=torch.float32)
+LOADED = tiny_model("llama", dtype=torch.float32, max_position_embeddings=1024)
 
 
-class Echo:
-    """Says "ok" to everything. `breaks` is called in the second turn of the trajectories of prompt 1."""
+class Counts:
+    """An environment in TRL's form."""
 
-    tools: Sequence[Mapping[str, Any]] = ()
+    def look(self, place: str) -> str:
+        """Look there.
 
-    def __init__(self, breaks: Callable[[], Any] | None = None, at: str = "step") -> None:
-        self._breaks, self._at = breaks or (lambda: None), at if breaks else "never"
-        self.is_closed = False
-
-    def reset(self, row: Mapping[str, Any]) -> Any:
-        self.num, self._is_bad = 0, row["prompt"][-1]["content"] == "b"
-        return self._breaks() if self._is_bad and self._at == "reset" else None
-
-    def step(self, said: Said) -> Reply:
-        self.num += 1
-        if self._is_bad and self.num == 2 and self._at == "step":
-            return self._breaks()
-        return Reply(({"role": "user", "content": "ok"},), 1.0)
-
-    def reward(self) -> Any:
-        return self._breaks() if self._is_bad and self._at == "reward" else None
-
-    def close(self) -> None:
-        self.is_closed = True
+        Args:
+            place: Where.
+        """
+        return f"nothing at {place}"
 
 
-def draw(make: Callable[[], Any], n: int = 2, **section: Any) -> list[list[Completion]]:
+def draw(make: Callable[[], Any], n: int = 2, context: int = 256, **section: Any) -> list[list[Completion]]:
     options = {"max_turns": 3, "timeout_s": 5.0, "max_reply_tokens": 24, **section}
     talks = Conversations(
         lambda calls: made if hasattr(made := make(), "step") else ToolEpisode(made, (), calls.wait),
         LOADED.tokenizer,
         EnvironmentSection(**options),
         max_new_tokens=6,
-        context=256,
+        context=context,
     )
     engine = open_engine(LOADED.model, LOADED.tokenizer)
-    groups = talks.draw(engine, PROMPTS, n, SamplingParams(seed=3))
-    talks.close()
+    try:
+        groups = talks.draw(engine, PROMPTS, n, SamplingParams(seed=3))
+    finally:
+        talks.close()
     return [list(group.completions) for group in groups]
 
 
@@ -70,14 +62,10 @@ def of(completion: Completion) -> Trajectory:
     return completion.trajectory
 
 
-def fails() -> None:
-    raise ZeroDivisionError("in the environment")
-
-
 @pytest.mark.parametrize(
     ("breaks", "reason", "error"),
     [
-        (fails, "error", "ZeroDivisionError: in the environment"),
+        (raises, "error", "ZeroDivisionError: in the environment"),
         (lambda: time.sleep(30), "time_limit", "longer than 0.5 s"),
         (lambda: None, "error", "step returned NoneType"),
         (lambda: Reply(reward=float("nan")), "error", "the reward is nan"),
@@ -103,11 +91,109 @@ def test_one_that_breaks_ends_its_own_trajectories_alone(breaks, reason, error) 
 
 @pytest.mark.parametrize("at", ["reset", "reward"])
 def test_one_that_breaks_at_its_begin_or_end(at) -> None:
-    found = draw(lambda: Echo(fails, at))
+    found = draw(lambda: Echo(raises, at))
     assert {of(one).stop_reason for one in found[1]} == {"error"}
     assert {of(one).reward for one in found[0]} == {3.0}
     if at == "reset":
         assert all(one.num_sampled == 0 for one in found[1])
+
+
+def test_a_reward_that_comes_too_late_is_none() -> None:
+    usual = draw(Echo)
+    found = draw(lambda: Echo(lambda: time.sleep(1) or 5.0, "reward"), timeout_s=0.3)
+    for one, before in zip(found[1], usual[1], strict=True):
+        assert (of(one).stop_reason, of(one).reward) == ("time_limit", None)
+        assert one.token_ids == before.token_ids
+
+
+@pytest.mark.parametrize(
+    ("says", "error"),
+    [(3, "TypeError: reset returned int; return a text, or None"), ({"a": 1}, "TypeError: reset returned dict")],
+)
+def test_a_reset_that_returns_no_text_breaks_its_trajectory(says, error) -> None:
+    class Numbers(Counts):
+        def reset(self, prompt: Sequence[Mapping[str, Any]]) -> Any:
+            return says if prompt[-1]["content"] == "b" else None
+
+    found = draw(Numbers, context=1000)
+    assert all(str(of(one).error).startswith(error) for one in found[1])
+    assert all(of(one).error is None for one in found[0])
+
+
+def test_what_a_tool_returns_is_a_text_to_the_model() -> None:
+    given: list[Any] = [None, 3, {"a": [1]}, [None], b"a", {"a": object}]
+
+    def gives() -> Any:
+        """Give the next."""
+        return given.pop(0)
+
+    episode = ToolEpisode(None, [gives], lambda result: result)
+    reply = episode.step(Said("", tuple(Call("gives") for _ in given)))
+    texts = [message["content"] for message in reply.messages]
+    assert texts == ["", "3", '{"a": [1]}', "[null]", "b'a'", "{'a': <class 'object'>}"]
+
+
+def test_tools_that_change_are_those_that_a_trajectory_began_with() -> None:
+    def tool(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "description": "a", "parameters": {"type": "object"}}}
+
+    seen: list[tuple[Prompt, int]] = []
+
+    class Changes(Echo):
+        def reset(self, row: Mapping[str, Any]) -> Any:
+            super().reset(row)
+            self.tools = [tool(f"of_{row['prompt'][-1]['content']}")]
+
+        def step(self, said: Said) -> Reply:
+            self.tools = [tool(f"turn_{self.num}")]
+            return super().step(said)
+
+    talks = Conversations(
+        lambda calls: Changes(), LOADED.tokenizer, EnvironmentSection(max_turns=3), max_new_tokens=6, context=1000
+    )
+    engine = open_engine(LOADED.model, LOADED.tokenizer)
+    for _ in range(2):  # instances are used again, for other prompts
+        groups = talks.draw(engine, PROMPTS, 2, SamplingParams(seed=3))
+        for prompt, group in zip("abcd", groups, strict=True):
+            text = LOADED.tokenizer.decode(group.prompt_token_ids)
+            assert f'"of_{prompt}"' in text
+            assert "turn_" not in text
+            assert all(of(one).stop_reason == "max_turns" for one in group.completions)
+        seen += [(group.prompt, len(group.completions)) for group in groups]
+    assert seen[:4] == seen[4:]
+
+
+def test_an_instance_that_is_refused_or_made_too_late_is_closed() -> None:
+    made: list[Echo] = []
+
+    class Refused(Counts):
+        def __init__(self) -> None:
+            made.append(self)  # type: ignore[arg-type]
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    with pytest.raises(InputError, match="two tools have the same name"):
+        opener(EnvironmentSection(), tools=[Counts().look], environment_factory=Refused)(Calls(5.0))  # type: ignore[misc]
+    assert [one.is_closed for one in made] == [True]
+    ended = threading.Event()
+
+    class Late(Echo):
+        def __init__(self) -> None:
+            ended.wait(60)
+            super().__init__()
+            self._is_bad = False
+            made.append(self)
+
+    with pytest.raises(InputError, match=r"took longer than 0.3 s; raise environment.timeout_s"):
+        draw(Late, timeout_s=0.3)
+    assert len(made) == 1
+    ended.set()
+    for _ in range(100):
+        if len(made) > 1 and all(one.is_closed for one in made):
+            break
+        time.sleep(0.05)
+    assert len(made) > 1 and all(one.is_closed for one in made)
 
 
 def test_where_every_trajectory_breaks_the_reason_is_named() -> None:
@@ -123,7 +209,7 @@ def test_where_every_trajectory_breaks_the_reason_is_named() -> None:
 
 def test_each_kind_of_failure_is_told_once(caplog) -> None:
     with caplog.at_level(logging.WARNING):
-        draw(lambda: Echo(fails))
+        draw(lambda: Echo(raises))
     assert len([one for one in caplog.records if "broke a trajectory" in one.message]) == 1
 
 
@@ -137,11 +223,15 @@ def test_a_reply_that_is_too_long_is_cut_in_the_middle() -> None:
         assert all(len(text) < 60 and "[... cut ...]" in text for text in replies)
 
 
-def test_a_context_that_fills_up_ends_the_trajectory() -> None:
-    found = draw(Echo, max_turns=100, max_tokens=60)
-    for one in (one for group in found for one in group):
-        assert of(one).stop_reason == "max_tokens"
-        assert len(one.token_ids) <= 60
+@pytest.mark.parametrize(("limit", "reason"), [({"max_tokens": 60}, "max_tokens"), ({"context": 80}, "context_full")])
+def test_a_context_that_fills_up_ends_the_trajectory(limit, reason) -> None:
+    usual = draw(Echo, max_turns=100, context=1000, max_tokens=200)
+    found = draw(Echo, max_turns=100, **limit)
+    for one, longer in zip(itertools.chain(*found), itertools.chain(*usual), strict=True):
+        assert of(one).stop_reason == reason
+        assert len(of(one).turns) > 1
+        assert 40 < len(one.token_ids) <= 60
+        assert longer.token_ids[: len(one.token_ids)] == one.token_ids
         assert one.finish_reason == "length"
 
 
@@ -149,7 +239,7 @@ def test_an_episode_is_used_again_unless_something_broke_in_it() -> None:
     made: list[Echo] = []
 
     def make() -> Echo:
-        made.append(Echo(fails))
+        made.append(Echo(raises))
         return made[-1]
 
     draw(make)
@@ -240,7 +330,7 @@ def test_an_opening_without_room_ends_its_own_trajectory_and_shortens_no_other()
             super().reset(row)
             return "x" * 300 if self._is_bad else None
 
-    usual, found = draw(Echo, max_turns=4), draw(lambda: Long(fails, "never"), max_turns=4)
+    usual, found = draw(Echo, max_turns=4), draw(lambda: Long(raises, "never"), max_turns=4)
     assert {of(one).stop_reason for one in found[1]} == {"context_full"}
     assert [one.token_ids for one in found[0]] == [one.token_ids for one in usual[0]]
 
@@ -248,7 +338,7 @@ def test_an_opening_without_room_ends_its_own_trajectory_and_shortens_no_other()
         def reset(self, row: Mapping[str, Any]) -> Any:
             return "x" * 200 if super().reset(row) else None
 
-    half = draw(lambda: Half(fails, "never"), max_turns=4)
+    half = draw(lambda: Half(raises, "never"), max_turns=4)
     assert all(0 < len(one.token_ids) < 40 for one in half[1])
     assert [one.token_ids for one in half[0]] == [one.token_ids for one in usual[0]]
 
@@ -343,3 +433,65 @@ def test_what_a_tool_raises_is_told_and_what_it_gives_ends_the_episode() -> None
     assert texts[2] == "Error: add: missing a required argument: 'b'"
     assert texts[3:] == ["10"]
     assert (reply.reward, reply.done, reply.reason, reply.num_failed) == (0.5, True, "tool_ended", 2)
+
+
+def takes(
+    count: int,
+    share: float = 0.0,
+    deep: bool = False,
+    name: str = "",
+    places: list[int] | None = None,
+    unit: Literal["m", "km"] = "m",
+    limit: int = None,  # type: ignore[assignment]  # noqa: RUF013 - as people write it
+) -> str:
+    """Say what came.
+
+    Args:
+        count: A number.
+        share: A share.
+        deep: Yes or no.
+        name: A name.
+        places: Numbers.
+        unit: Of length.
+        limit: At most.
+    """
+    return repr((count, share, deep, name, places, unit, limit))
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"count": "3"}, (3, 0.0, False, "", None, "m", None)),
+        ({"count": 3.0, "share": 3, "limit": None}, (3, 3.0, False, "", None, "m", None)),
+        ({"count": 1, "share": "0.5", "deep": "true"}, (1, 0.5, True, "", None, "m", None)),
+        ({"count": 1, "deep": "False", "name": "3"}, (1, 0.0, False, "3", None, "m", None)),
+        ({"count": 1, "name": 3, "limit": "4"}, (1, 0.0, False, "3", None, "m", 4)),
+        ({"count": 1, "places": "[1, 2]"}, (1, 0.0, False, "", [1, 2], "m", None)),
+        ({"count": 1, "places": ["1", 2.0]}, (1, 0.0, False, "", [1, 2], "m", None)),
+        ({"count": 1, "places": "null", "unit": "km"}, (1, 0.0, False, "", None, "km", None)),
+    ],
+)
+def test_arguments_are_taken_as_they_are_meant(given, taken) -> None:
+    reply = ToolEpisode(None, [takes], lambda result: result).step(Said("", (Call("takes", given),)))
+    assert reply.messages[0]["content"] == repr(taken)
+    assert reply.num_failed == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"count": "three"}, """the argument 'count' is "three", expected is {"type": "integer"}"""),
+        ({"count": 3.5}, """'count' is 3.5, expected is {"type": "integer"}"""),
+        ({"count": True}, """'count' is true, expected is {"type": "integer"}"""),
+        ({"count": 1, "share": [1]}, """'share' is [1], expected is {"type": "number"}"""),
+        ({"count": 1, "deep": 2}, """'deep' is 2, expected is {"type": "boolean"}"""),
+        ({"count": 1, "name": None}, """'name' is null, expected is {"type": "string"}"""),
+        ({"count": 1, "unit": "mile"}, """'unit' is "mile", expected is {"enum": ["m", "km"], "type": "string"}"""),
+        ({"count": "9" * 1000 + "x"}, f"""'count' is "{"9" * 99}..., expected is"""),
+    ],
+)
+def test_an_argument_of_another_kind_is_named_to_the_model(given, message) -> None:
+    reply = ToolEpisode(None, [takes], lambda result: result).step(Said("", (Call("takes", given),)))
+    assert str(reply.messages[0]["content"]).startswith("Error: takes: the argument '")
+    assert message in str(reply.messages[0]["content"])
+    assert reply.num_failed == 1

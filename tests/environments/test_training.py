@@ -11,8 +11,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from tests.environments.played import Talks
 from tunesmith import train
-from tunesmith.base.core.errors import InputError, RunError
+from tunesmith.base.core.errors import EnvironmentFailedError, InputError, RunError
 from tunesmith.base.runs.folder import MEASURED
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import Completion, Group, StopReason, Trajectory, Turn
@@ -24,35 +25,12 @@ from tunesmith.observe.reports.text import answer_text
 from tunesmith.train import RunResult
 
 
-class Talks:
-    """Answers what is said by words that depend on it, rewards each turn, and ends by itself."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    delays: random.Random | None = None
-
-    def reset(self, row: Mapping[str, object]) -> str:
-        self.num = 0
-        return f" {row['seed']}"[:3]
-
-    def step(self, said: Said) -> Reply:
-        if self.delays is not None:
-            time.sleep(self.delays.choice((0.0, 0.01, 0.03)))
-        self.num += 1
-        code = sum(map(ord, said.text))
-        reward = (code % 5) / 10
-        if code % 7 == 0:
-            return Reply(reward=reward, done=True, reason="tool_ended")
-        return Reply(({"role": "user", "content": "abc"[: code % 4]},), reward)
-
-    def reward(self) -> float | None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
 class TalksSlowly(Talks):
     delays = random.Random(0)
+
+    def step(self, said: Said) -> Reply:
+        time.sleep(self.delays.choice((0.0, 0.01, 0.03)))
+        return super().step(said)
 
 
 def run(algorithm: str, folder: Path, steps: int = 3, **given: Any) -> RunResult:
@@ -244,20 +222,33 @@ def test_a_run_with_a_reward_of_its_own_is_resumed_with_both(tmp_path) -> None:
     assert {"rewards/<lambda>/mean", "rewards/environment/mean"} <= again.metrics[-1].keys()
 
 
-def test_episodes_are_closed_when_the_run_ends(tmp_path) -> None:
+@pytest.mark.parametrize("ends", [None, KeyboardInterrupt, ZeroDivisionError, EnvironmentFailedError])
+def test_every_episode_is_closed_however_the_run_ends(ends, tmp_path) -> None:
     made: list[Talks] = []
 
     class Counted(Talks):
-        is_closed = False
+        num_closed = 0
 
         def __init__(self) -> None:
             made.append(self)
 
-        def close(self) -> None:
-            self.is_closed = True
+        def step(self, said: Said) -> Reply:
+            if ends is not None and len(made) > 6:
+                raise ends
+            return super().step(said)
 
-    run("grpo", tmp_path, steps=1, environment_factory=Counted)
-    assert made and all(one.is_closed for one in made)
+        def close(self) -> None:
+            self.num_closed += 1
+
+    options: dict[str, Any] = {"rollout.completions_per_prompt": 2, "environment_factory": Counted}
+    if ends is None:
+        run("grpo", tmp_path, steps=1, **options)
+        assert len(made) == 6
+    else:
+        with pytest.raises(EnvironmentFailedError if ends is ZeroDivisionError else ends):
+            run("grpo", tmp_path, steps=1, **{**options, "rollout.completions_per_prompt": 4})
+        assert len(made) == 12
+    assert [one.num_closed for one in made] == [1] * len(made)
 
 
 def test_what_is_wrong_with_an_environment_is_said_before_a_run_folder_is_made(tmp_path) -> None:

@@ -408,6 +408,10 @@ class EnvironmentSection(Section):
     reply_loss_coef: NonNegative = 0.0
     """Weight of the cross-entropy of what the environment replied, learnt beside the rewards (ECHO, Shrivastava et al.
     2026, arXiv 2605.24517, who take 0.05); 0 is off."""
+    processes: NonNegativeInt = 0
+    """Processes that make and hold the environments, each several; 0: threads of the training's own process. One whose
+    call takes too long is killed, and one that ends breaks its own trajectories alone. For environments that compute
+    for long in Python, crash, hang, or use what threads may not share."""
 
     @property
     def is_given(self) -> bool:

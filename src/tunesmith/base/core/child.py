@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _END_S = 10.0
@@ -63,13 +65,30 @@ def end_with(process: int) -> None:
 
 
 def serve(prepare: Callable[[Any], Callable[[Any], object]]) -> None:
-    """The program of a `Child`: answers calls by the function `prepare(setup)`, until the parent is gone."""
+    """The program of a `Child`: answers calls by the function `prepare(setup)`, until the parent is gone.
+
+    An answer that is a Future is sent once it has ended, and other calls are answered meanwhile.
+    """
     end_with_parent()
     connection = Connection(int(sys.argv[1]))
+    sending = threading.Lock()
+
+    def send(answer: object) -> None:
+        with sending:
+            connection.send(answer)
+
+    def send_ended(answer: "Future[object]") -> None:
+        with suppress(ConnectionError):  # the parent is gone, which the loop sees too
+            send(answer.result())
+
     try:
         answer = prepare(connection.recv())
         while True:
-            connection.send(answer(connection.recv()))
+            answered = answer(connection.recv())
+            if isinstance(answered, Future):
+                cast("Future[object]", answered).add_done_callback(send_ended)
+            else:
+                send(answered)
     except (EOFError, ConnectionError):
         os._exit(0)  # a thread of a call that hung would keep the process
 
@@ -130,6 +149,7 @@ class Child:
     def close(self) -> None:
         """Kill it; the thread that waits for its answer, if there is one, sees it end."""
         self.is_closed = True
-        if self._process is not None and self._owner == os.getpid():
-            self._process.kill()
-            self._process.wait()
+        process = self._process  # the thread that waits may `end` it at the same time
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()

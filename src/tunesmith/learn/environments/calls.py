@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tunesmith.base.core.errors import EnvironmentFailedError
+from tunesmith.learn.environments.contract import Episode
 from tunesmith.learn.rewards.threads import EventLoop, Task, ended, serve
 
 T = TypeVar("T")
@@ -20,6 +21,9 @@ MOST_HANGING = 256
 
 class TimeLimitError(Exception):
     """A call took longer than it may."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"it took longer than {timeout_s:g} s")
 
 
 class Shared:
@@ -40,7 +44,8 @@ class Shared:
             if len(self._hanging) > MOST_HANGING:
                 raise EnvironmentFailedError(
                     f"{len(self._hanging)} calls of the environment hang at the same time, each beyond the time limit "
-                    f"of {self.timeout_s:g} s; give its calls a limit of their own, or raise environment.timeout_s"
+                    f"of {self.timeout_s:g} s; give its calls a limit of their own, raise environment.timeout_s, or "
+                    "set environment.processes, which are ended with what hangs in them"
                 )
 
 
@@ -67,7 +72,7 @@ class Calls:
         if ended(future, self.timeout_s):
             return future.result()
         self._shared.leave(self._thread)
-        raise TimeLimitError(f"it took longer than {self.timeout_s:g} s")
+        raise TimeLimitError(self.timeout_s)
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """The future of `call`, which is made after those before it."""
@@ -88,3 +93,7 @@ class Calls:
     def end(self) -> None:
         """End the thread, once the call in it has ended."""
         self._tasks.put(None)
+
+
+Open = Callable[[Calls], Episode]
+"""Makes an episode, called in the thread of the given `Calls`, which waits for its coroutines too."""

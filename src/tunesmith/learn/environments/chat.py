@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +110,7 @@ class Partner:
             return own.run(call)
         except (TimeLimitError, KeyboardInterrupt) as error:
             self._hosted, self.has_begun = None, False
-            own.leave()
+            own.end()
             if isinstance(error, KeyboardInterrupt):
                 raise
             raise InputError(
@@ -117,7 +118,7 @@ class Partner:
             ) from error
         except BaseException as error:
             self._hosted, self.has_begun = None, False
-            own.close()
+            wait([own.end()], self._section.timeout_s)
             raise InputError(f"the environment raised {type(error).__name__}: {error}") from error
 
     def _opened(self) -> Hosted:
@@ -128,7 +129,7 @@ class Partner:
     def close(self) -> None:
         """Close the episode."""
         if self._hosted is not None:
-            self._hosted.close()
+            wait([self._hosted.end()], self._section.timeout_s)
             self._hosted = None
 
 

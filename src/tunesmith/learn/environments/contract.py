@@ -12,7 +12,9 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Optional, Protocol, get_type_hints, runtime_checkable
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.schema.records import Message
@@ -21,6 +23,14 @@ from tunesmith.engine.models.tool_messages import schema_of
 
 NO_TOOLS = ("reset", "get_reward", "close", "done")
 """Public methods of an environment that are not offered to the model."""
+
+MOST_SHOWN = 100
+"""Characters of a wrong argument that the model is shown."""
+
+_IN_JSON = {"True": "true", "False": "false", "None": "null"}
+"""Values of Python that models write into JSON as texts."""
+
+_AS_MEANT = ConfigDict(coerce_numbers_to_str=True)
 
 GYM_METHODS = ("step", "seed")
 """Methods that an environment of another form may have beside its tools, for which nobody writes a docstring."""
@@ -111,6 +121,7 @@ class ToolEpisode:
             raise InputError(f"two tools have the same name; the names are {', '.join(sorted(named))}: rename one")
         self._functions = named
         self.tools = [schema_of(function) for function in named.values()]
+        self._kinds = {name: kinds_of(function) for name, function in named.items()}
         self._wait = wait
 
     def reset(self, row: Mapping[str, object]) -> str | None:
@@ -150,10 +161,11 @@ class ToolEpisode:
             return ToolResult(f"Error: there is no tool {call.name!r}; there are {', '.join(self._functions)}"), True
         try:
             inspect.signature(function).bind(**call.arguments)
+            arguments = converted(call.arguments, self._kinds[call.name])
         except TypeError as error:
             return ToolResult(f"Error: {call.name}: {error}"), True
         try:
-            result = self._wait(function(**call.arguments))
+            result = self._wait(function(**arguments))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - whatever a tool raises, the model is told
@@ -184,6 +196,43 @@ def methods_of(environment: object) -> list[Callable[..., Any]]:
     public = {name: value for name, value in public.items() if name not in GYM_METHODS or value.__doc__}
     functions = [name for name, value in public.items() if inspect.isfunction(value) or isinstance(value, staticmethod)]
     return [getattr(environment, name) for name in functions]
+
+
+def kinds_of(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
+    """The kinds of a tool's arguments, of those whose type hints say them."""
+    hints = get_type_hints(function)
+    found: dict[str, TypeAdapter[Any]] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in hints:
+            hint = Optional[hints[name]] if parameter.default is None else hints[name]  # noqa: UP045 - made of a value
+            with contextlib.suppress(PydanticSchemaGenerationError):
+                found[name] = TypeAdapter(hint, config=_AS_MEANT)
+    return found
+
+
+def converted(arguments: Mapping[str, Any], kinds: Mapping[str, TypeAdapter[Any]]) -> dict[str, Any]:
+    """`arguments` as the kinds that they are to be. Raises TypeError for one that is of another kind.
+
+    A model may write a number, a truth value, null or a list as a text, an integer as a number with a point, and a
+    number where a text is meant. Nothing is rounded, and a truth value is no number.
+    """
+    return {name: value if name not in kinds else _as(kinds[name], name, value) for name, value in arguments.items()}
+
+
+def _as(kind: TypeAdapter[Any], name: str, value: Any) -> Any:
+    meant = [value]
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            meant.append(json.loads(_IN_JSON.get(value.strip(), value)))
+    for one in meant:
+        with contextlib.suppress(ValidationError):
+            found = kind.validate_python(one)
+            if not isinstance(one, bool) or isinstance(found, bool):
+                return found
+    schema = {key: part for key, part in kind.json_schema().items() if key != "title"}
+    given, expected = json.dumps(value, ensure_ascii=False, default=str), json.dumps(schema, ensure_ascii=False)
+    given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}..."
+    raise TypeError(f"the argument {name!r} is {given}, expected is {expected}")
 
 
 def accepted(function: Callable[..., Any], arguments: Mapping[str, object]) -> dict[str, object]:

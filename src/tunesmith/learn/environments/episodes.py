@@ -5,12 +5,11 @@ behind the turn. `Conversations.draw` is the whole of it: it opens an episode fo
 the turns, replies to each in a thread of its own, and returns groups as `Engine.generate` does.
 """
 
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,16 +24,14 @@ from tunesmith.engine.models.tokenizer import encode_prompt
 from tunesmith.engine.models.tool_messages import as_template_takes, with_tools
 from tunesmith.engine.models.turns import Answer, call_ends, next_turn, parse_answer, reply_ranges
 from tunesmith.engine.rollout.engine import Continuation, Dialogue, Engine
-from tunesmith.learn.environments.calls import Calls, Shared, TimeLimitError
+from tunesmith.learn.environments.calls import Calls, Open, Shared, TimeLimitError
 from tunesmith.learn.environments.contract import Call, Episode, Reply, Said, clean
+from tunesmith.learn.environments.processes import Processes
 
 _log = get_logger(__name__)
 
 MOST_MALFORMED = 3
 """A trajectory ends after as many turns in a row whose calls cannot be read."""
-
-Open = Callable[[Calls], Episode]
-"""Makes an episode, called in the thread of the given `Calls`, which waits for its coroutines too."""
 
 
 @dataclass(slots=True)
@@ -77,30 +74,37 @@ class Hosted:
         """The result of a call of the episode."""
         return self.calls.run(lambda: call(self.episode))
 
-    def close(self) -> None:
-        """Close the episode, however it takes that, and end its thread."""
-        with contextlib.suppress(Exception):
-            self.run(lambda episode: episode.close())
+    def end(self) -> Future[None]:
+        """Have the thread close the episode and end, once the calls in it have ended."""
+        closed = self.calls.submit(self.episode.close)
         self.calls.end()
-
-    def leave(self) -> None:
-        """Have a thread that hangs close the episode and end, should its call end after all."""
-        self.calls.submit(self.episode.close)
-        self.calls.end()
+        return closed
 
 
-def hosted(open_episode: Open, shared: Shared) -> Hosted:
-    """A new episode in a thread of its own. Raises InputError if it cannot be made."""
+def hosted(open_episode: Open, shared: Shared, is_wanted: Callable[[Hosted], bool] = lambda made: True) -> Hosted:
+    """A new episode in a thread of its own. `is_wanted` is asked in that thread: an episode that took too long to be
+    made may not be wanted any more, and ends at once.
+
+    Raises:
+        InputError: it cannot be made.
+    """
     calls = Calls(shared)
+
+    def make() -> Hosted:
+        made = Hosted(open_episode(calls), calls)
+        if not is_wanted(made):
+            made.end()
+        return made
+
     try:
-        return Hosted(calls.run(lambda: open_episode(calls)), calls)
+        return calls.run(make)
     except TunesmithError:
+        calls.end()
         raise
     except TimeLimitError as error:
-        raise InputError(
-            f"the environment took longer than {calls.timeout_s:g} s to be made; raise environment.timeout_s"
-        ) from error
+        raise InputError(f"the environment cannot be made: {error}; raise environment.timeout_s") from error
     except Exception as error:
+        calls.end()
         raise InputError(
             f"the environment cannot be made ({type(error).__name__}: {error}); correct it, or its arguments"
         ) from error
@@ -116,6 +120,7 @@ class _State:
     sample: _Sample
     earlier: list[_Sample] = field(default_factory=list[_Sample])
     hosted: Hosted | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
     max_tokens: int = 0
     shown: Prompt | None = None
     num_turns: int = 0
@@ -154,8 +159,10 @@ class Conversations:
         self._context = context or 1_000_000
         self._max_new_tokens = max_new_tokens
         self.max_tokens = section.tokens_of(max_new_tokens)
-        self._shared = Shared(section.timeout_s)
+        self._shared = Shared(math.inf if isinstance(open_episode, Processes) else section.timeout_s)
         self._idle: list[Hosted] = []
+        self._made: set[Hosted] = set()
+        self._is_closed = False
         self._lock = threading.Lock()
         self._said_errors: set[str] = set()
 
@@ -232,15 +239,15 @@ class Conversations:
         state = _State(prompt, list(given), len(given), _Sample(()))
         state.hosted = self._take()
         row = {**prompt.columns, "prompt": [dict(message) for message in given], "seed": seed}
-        opening = self._guarded(state, lambda episode: episode.reset(row))
+        # Tools may change, but the model has read those with which its trajectory began.
+        opening, state.tools = self._guarded(state, lambda one: (one.reset(row), list(one.tools))) or (None, ())
         if isinstance(opening, str) and opening:
             state.messages = [*given[:-1], {**given[-1], "content": f"{given[-1]['content']}{clean(opening)}"}]
         elif opening is not None and not isinstance(opening, str):
             state.messages = [{**one, "content": clean(str(one.get("content", "")))} for one in opening]
         if state.messages != list(given):
             state.shown = replace(prompt, content=tuple(state.messages))
-        tools = [] if state.hosted is None else list(state.hosted.episode.tools)
-        columns = {**prompt.columns, "tools": tools} if tools else prompt.columns
+        columns = {**prompt.columns, "tools": state.tools} if state.tools else prompt.columns
         content: Any = tuple(state.messages)
         state.prompt = with_tools(self._tokenizer, replace(prompt, content=content, columns=columns, token_ids=None))
         state.messages = list(state.prompt.content)  # type: ignore[arg-type]
@@ -254,7 +261,7 @@ class Conversations:
         state.last, state.num_turns = turn, state.num_turns + 1
         front = (*sample.prompt_ids, *sample.token_ids)
         sample.add_turn(turn)
-        tools: Any = state.prompt.columns.get("tools") or (state.hosted.episode.tools if state.hosted else ())
+        tools: Any = state.prompt.columns.get("tools") or state.tools
         answer = parse_answer(self._tokenizer, front, turn.token_ids, tools, stop_ids=ended_by(turn))
         begun_s = time.perf_counter()
         reply: Reply | None = self._guarded(
@@ -344,12 +351,12 @@ class Conversations:
             raise
         except TimeLimitError as error:
             state.reason, state.error = "time_limit", f"TimeLimitError: {error}"
-            hosted.leave()
+            self._end_hosted(hosted, wait_s=0.0)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - an environment may raise anything, an exit too
             state.reason, state.error = "error", f"{type(error).__name__}: {error}"
-            hosted.close()  # so that a server's session does not stay
+            self._end_hosted(hosted, wait_s=self._section.timeout_s)  # a server may have no room beside its session
         state.hosted = None  # broken: nobody knows its state
         with self._lock:
             if (kind := state.error.partition(":")[0]) not in self._said_errors:
@@ -376,13 +383,24 @@ class Conversations:
         Raises:
             InputError: the environment cannot be made, or a tool of it has no schema.
         """
-        self._idle.append(self._take())
+        try:
+            self._idle.append(self._take())
+        except BaseException:
+            self.close()
+            raise
 
     def _take(self) -> Hosted:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return hosted(self._open, self._shared)
+        return hosted(self._open, self._shared, self._is_wanted)
+
+    def _is_wanted(self, made: Hosted) -> bool:
+        """Note an episode that was made, in its own thread; False if the run has ended meanwhile."""
+        with self._lock:
+            if not self._is_closed:
+                self._made.add(made)
+            return not self._is_closed
 
     def _give_back(self, state: _State) -> None:
         if state.hosted is not None:
@@ -390,10 +408,22 @@ class Conversations:
                 self._idle.append(state.hosted)
             state.hosted = None
 
+    def _end_hosted(self, hosted: Hosted, wait_s: float) -> None:
+        """Close an episode that broke, and wait that long for it, unless the run closes it already."""
+        with self._lock:
+            is_open = hosted in self._made
+            self._made.discard(hosted)
+        if is_open:
+            wait([hosted.end()], wait_s)
+
     def close(self) -> None:
-        """Close all episodes."""
-        while self._idle:
-            self._idle.pop().close()
+        """Close all episodes, however they take that."""
+        with self._lock:
+            made, self._made, self._is_closed = self._made, set(), True
+            self._idle.clear()
+        wait([hosted.end() for hosted in made], self._section.timeout_s)
+        if isinstance(self._open, Processes):
+            self._open.close()
 
 
 def shortened(tokenizer: PreTrainedTokenizerBase, message: Message, limit: int) -> Message:

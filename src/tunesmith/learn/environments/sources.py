@@ -5,11 +5,11 @@ from typing import Any
 
 from tunesmith.base.config.sections import BUILTIN_TOOLS, EnvironmentSection
 from tunesmith.base.core.errors import InputError
-from tunesmith.learn.environments.calls import Calls
+from tunesmith.learn.environments.calls import Calls, Open
 from tunesmith.learn.environments.contract import Episode
 from tunesmith.learn.environments.dialects import episode_of
-from tunesmith.learn.environments.episodes import Open
 from tunesmith.learn.environments.packages import as_factory, source_factory
+from tunesmith.learn.environments.processes import Processes, Setup
 from tunesmith.learn.environments.tools.calculator import calculator
 from tunesmith.learn.environments.tools.python import Limits, PythonTool
 from tunesmith.learn.environments.tools.search import FileSearch
@@ -24,10 +24,12 @@ def opener(
     tools: Sequence[Tool | str] = (),
     environment_factory: Callable[[], object] | None = None,
 ) -> Open | None:
-    """Makes episodes of the recipe's `section`, or of what is given in its place; None if there is neither.
+    """Makes episodes of the recipe's `section`, or of what is given in its place, in processes if it wants them; None
+    if there is neither.
 
     Raises:
-        InputError: a source leads nowhere, both a source and a factory are given, or a tool is none.
+        InputError: a source leads nowhere, both a source and a factory are given, a tool is none, or what is given
+            cannot be sent to a process.
     """
     functions = [tool_of(one, section) for one in (*section.tools, *tools)]
     factory: Callable[[], object] | None = None
@@ -46,10 +48,17 @@ def opener(
         raise InputError("environment.arguments are those of environment.source, which is not set; set it")
     if factory is None and not functions:
         return None
+    if section.processes:
+        return Processes(Setup(section, tuple(tools), environment_factory))
 
     def open_episode(calls: Calls) -> Episode:
         made = None if factory is None else calls.wait(factory())
-        return episode_of(made, functions, calls)
+        try:
+            return episode_of(made, functions, calls)
+        except InputError:
+            if hasattr(made, "close"):
+                calls.wait(made.close())  # type: ignore[union-attr]
+            raise
 
     return open_episode
 

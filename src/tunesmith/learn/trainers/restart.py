@@ -110,6 +110,8 @@ def _read_optimizer(folder: Path, held: Mapping[str, torch.Tensor]) -> None:
 MAY_CHANGE = frozenset(
     {
         "description",
+        "environment.max_calls",
+        "environment.processes",
         "optimizer.learning_rate",
         "optimizer.head_learning_rate",
         "optimizer.max_refused_steps",

@@ -1,0 +1,55 @@
+"""A run that is killed inside of a trajectory and resumed equals one that was not."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from jobs import forked, outcome, the_run
+from recipes import PROMPTS, grpo_recipe, ppo_recipe, training
+
+from tunesmith.learn.trainers.resume import Inputs, resume
+
+RECIPES = {"grpo": grpo_recipe, "ppo": ppo_recipe}
+KILLED = -9
+
+
+def train(algorithm: str, folder: Path, processes: int = 0) -> Path:
+    """A run of four steps below `folder` with conversations of several turns; its run folder."""
+    source = "tests.environments.played:Talks"
+    environment = {"source": source, "max_turns": 3, "max_reply_tokens": 16, "processes": processes}
+    section = {"dir": str(folder), "steps": 4, "checkpoint_every": 1, "sample_every": 1, "num_threads": 1}
+    return training(RECIPES[algorithm](folder, environment=environment, run=section), prompts=PROMPTS).run_dir
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], object]:
+    """The outcome of a run of each algorithm to which nothing happened."""
+
+    @cache
+    def outcome_of(algorithm: str) -> object:
+        folder = tmp_path_factory.mktemp(algorithm)
+        assert forked(train, algorithm, folder) == 0
+        return outcome(the_run(folder))
+
+    return outcome_of
+
+
+EVERY = [
+    pytest.param(algorithm, place, visit, processes, marks=pytest.mark.nightly)
+    for algorithm in RECIPES
+    for place, visits in {"prefill": (2, 7, 11), "decode": (3, 18, 40), "sample": (4, 26, 55)}.items()
+    for visit in visits
+    for processes in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("algorithm", "place", "visit", "processes"), [("grpo", "decode", 25, 0), *EVERY])
+def test_a_run_that_is_killed_inside_of_a_trajectory_equals_one_that_was_not(
+    algorithm: str, place: str, visit: int, processes: int, whole: Callable[[str], object], tmp_path: Path
+) -> None:
+    assert forked(train, algorithm, tmp_path, processes, fault=f"rollout/{place}:kill:{visit}") == KILLED
+    cut = the_run(tmp_path)
+    assert not (cut / "final").exists()
+    again = resume(cut, inputs=Inputs(prompts=PROMPTS), progress=False).run_dir
+    assert outcome(again) == whole(algorithm)
