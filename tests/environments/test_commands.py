@@ -27,6 +27,7 @@ pytestmark = pytest.mark.nightly
 
 PAGE = ROOT / "docs" / "environments.md"
 QUICK = {"model": "scratch", "steps": 3, "run.dir": "run"}
+PIP_S = 500
 DRAWN = {"max-new-tokens": 12, "prompts-per-step": 2, "completions-per-prompt": 2}
 
 
@@ -66,9 +67,13 @@ def python_of(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
             (site / "base.pth").write_text(f"{plain}\n")
             interpreter = folder / "bin" / "python"
             pip = [sys.executable, "-m", "pip", "--python", interpreter, "install", "--quiet", *extras[extra]]
-            done = subprocess.run(pip, capture_output=True, text=True, check=False, timeout=500)
-            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            made[extra] = "; ".join(lines) or "pip failed" if done.returncode else interpreter
+            try:
+                done = subprocess.run(pip, capture_output=True, text=True, check=False, timeout=PIP_S)
+            except subprocess.TimeoutExpired:
+                made[extra] = f"pip took longer than {PIP_S} s"
+            else:
+                lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+                made[extra] = "; ".join(lines) or "pip failed" if done.returncode else interpreter
         found = made[extra]
         if isinstance(found, str):
             pytest.skip(f"pip cannot bring the extra {extra}: {found}")
