@@ -1,8 +1,8 @@
 """The step of `benchmarks.environments`: GRPO with a slow environment, our trainer against TRL's, in alternation.
 
-Both have the same environment class, whose tool is asynchronous, so that TRL too makes the calls of a round at once;
-the same model, which a short SFT taught to call it three times and then to answer; and TRL's own Qwen 2.5 template,
-because TRL calls tools for templates that it knows alone.
+Both have the same environment class, whose tool is asynchronous, so that TRL makes at least the calls of one trajectory
+at once, and those of the next after them; the same model, which a short SFT taught to call it three times and then to
+answer; and TRL's own Qwen 2.5 template, because TRL calls tools for templates that it knows alone.
 """
 
 import asyncio

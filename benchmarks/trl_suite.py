@@ -5,12 +5,13 @@ There is no Hub: `benchmarks.trl_standins` makes the data sets and tiny models t
 tests that are neither skipped nor in need of something without a stand-in; `lost` are those that TRL's class passes
 and ours does not. With --work a second start goes on where the first ended. All suites take hours on two cores; with
 --minutes `not_run` says how many tests of each side had no time. TRL's class begins with those that ours did not pass,
-so that `lost` is whole early.
+so that `lost` is whole early. --only takes the tests that match an expression of pytest's `-k`.
 """
 
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -116,7 +117,8 @@ def _row(place: Place, suite: str, options: Namespace, say: Say) -> dict[str, ob
     plugin: dict[str, object] = {"trainer": SUITES[suite], "standins": place.folder, "until": options.until}
     for side, key in keys.items():
         plugin["ours"] = "trl" if side == "trl" else options.ours
-        plugin["log"] = place.folder / f"{suite}-{side}-{key}{'-quick' if options.quick else ''}.jsonl"
+        part = re.sub(r"\W+", "-", f"{'-quick' if options.quick else ''}-{options.only}").rstrip("-")
+        plugin["log"] = place.folder / f"{suite}-{side}-{key}{part}.jsonl"
         found[side] = _outcomes(place, suite, plugin, options)
         plugin["last"] = plugin["log"]
         say(f"{suite}, {side}: {dict(Counter(found[side].values()))}")
@@ -132,6 +134,7 @@ def _row(place: Place, suite: str, options: Namespace, say: Say) -> dict[str, ob
         "skipped": whole["skipped"],
         "without_standin": whole["missing"],
         "quick": options.quick,
+        "only": options.only,
         "tests_of": place.version(),
         "machine": machine_facts(("torch", "transformers", "trl")),
     }
@@ -166,7 +169,7 @@ def _pytest(place: Place, suite: str, plugin: Mapping[str, object], options: Nam
         *(sys.executable, "-m", "pytest", str(place.test_file(suite)), "-q", "-p", "benchmarks.trl_plugin"),
         *("-c", os.devnull, f"--rootdir={place.source}", "-p", "no:cacheprovider", "-m", "not slow"),
         *(f"--basetemp={place.folder / 'tmp'}", "-o", "tmp_path_retention_policy=none"),
-        *(f"--timeout={options.limit_s}", "--timeout-method=signal"),
+        *(f"--timeout={options.limit_s}", "--timeout-method=signal", "-k", options.only),
         *(f"--trl-{name}={value}" for name, value in {**plugin, **first}.items()),
     ]
 
@@ -193,6 +196,7 @@ main = benchmark(
     suite={"action": "append", "metavar": "S", "help": f"one of {', '.join(SUITES)}; repeatable. All if left out"},
     ours={"default": OURS, "metavar": "MODULE", "help": "whose trainers take the place of TRL's"},
     work={"type": Path, "metavar": "FOLDER", "help": "keeps stand-ins and outcomes for another start"},
+    only={"default": "", "metavar": "EXPRESSION", "help": "of pytest's -k, such as 'tools or environment'"},
     minutes={"type": float, "default": math.inf, "metavar": "N", "help": "no test begins after so many minutes"},
     limit_s={"type": int, "default": 300, "metavar": "N", "help": "seconds for one test"},
 )

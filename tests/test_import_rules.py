@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 
 import tunesmith
 from tunesmith.base.core.extras import EXTRA_OF
+from tunesmith.learn.environments.packages import KINDS
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "datasets", "trl", "plotly"}
@@ -72,7 +73,7 @@ def test_the_table_of_layers_in_contributing_is_what_the_linter_checks():
             assert [set(re.findall(r"`(\w+)`", layer)) for layer in folders.split(", ")] == layers(name)
 
 
-IMPORTED_BY_NAME = {"gguf", "accelerate", "datasets", "pyarrow", "tensorboard"}
+IMPORTED_BY_NAME = {"gguf", "accelerate", "datasets", "pyarrow", "tensorboard", *KINDS}
 """Modules that no import statement names, so that the linter sees none; tests/outside/test_install.py does without."""
 
 
@@ -89,7 +90,7 @@ def test_each_package_of_an_extra_has_an_owner_and_is_named_where_it_is_missing(
         for line in lines
         if extra not in ("docs", "dev")
     }
-    owners = packages_distributions()
+    owners = {**{kind: [kind] for kind in KINDS}, "gem": ["gem-llm"], **packages_distributions()}  # not in `dev`
     assert {(canonicalize_name(owners[module][0]), extra) for module, extra in EXTRA_OF.items()} == declared
 
 

@@ -1,7 +1,7 @@
 """Trainings in several processes that are started once."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,12 @@ from recipes import (
 )
 from safetensors.torch import load_file
 
-from tunesmith.base.config.recipe import Recipe
+from tunesmith.base.config.recipe import ENVIRONMENT_REWARD, Recipe
 from tunesmith.base.config.scale_sections import ScaleSection
 from tunesmith.engine.distributed.launch import ranks_of
 from tunesmith.engine.distributed.ranks import rank
 from tunesmith.engine.models import load
+from tunesmith.learn.environments.contract import Reply, Said
 from tunesmith.learn.trainers.api import Inputs
 from tunesmith.learn.trainers.run import follow, lead
 from tunesmith.learn.trainers.session import open_session
@@ -42,6 +43,28 @@ KL = {"coef": 0.1, "target": 1.0, "horizon": 50}
 def few_low(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
     """The share of low token ids: a function of each completion alone."""
     return [sum(token < 130 for token in ids) / len(ids) for ids in completion_ids]
+
+
+class Plays:
+    """Begins alike for all prompts, answers by what is said, and sometimes breaks or ends."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def reset(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
+        self.seed = row["seed"]
+        return [{"role": "user", "content": "Play."}]
+
+    def step(self, said: Said) -> Reply:
+        code = sum(map(ord, said.text)) + self.seed
+        if code % 13 == 0:
+            raise RuntimeError("it broke")
+        return Reply(({"role": "user", "content": "abc"[: code % 4]},), code % 5 / 10, code % 7 == 0)
+
+    def reward(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 def runs_of_all(folder: Path) -> dict[str, tuple[Recipe, Inputs]]:
@@ -60,6 +83,10 @@ def runs_of_all(folder: Path) -> dict[str, tuple[Recipe, Inputs]]:
         "grpo": (grpo_recipe(folder, run=run, prompts=HELDOUT, grpo=refilled, evaluation={"correct_at": 0.5}), drawn),
         "frozen": (grpo_recipe(folder, run=run, model={"num_trainable_layers": 1}, grpo=refilled), drawn),
         "repeated": (grpo_recipe(folder, run=run, rollout={"prompts_per_step": 6}), drawn),
+        "environment": (
+            grpo_recipe(folder, run=run, prompts=HELDOUT, reward=[ENVIRONMENT_REWARD], environment={"max_turns": 3}),
+            Inputs(prompts=PROMPTS, environment_factory=Plays),
+        ),
         "best_of_n": (best_of_n_recipe(folder, run=run, best_of_n={"keep": 3, "kl": KL}), drawn),
         "distill": (distill_recipe(folder, run=run, prompts=HELDOUT, distill={"num_minibatches": 2}), drawn),
     }

@@ -9,7 +9,7 @@ from on_ranks import difference, runs_of_all, samples_of, trained
 MEASURED = ("time/", "memory/", "cpu/", "io/", "gil/", "samples_per_s", "tokens_per_s", "flop_per_s", "mfu")
 
 
-BY_DAY = ("sft", "dpo", "ppo", "grpo")
+BY_DAY = ("sft", "dpo", "ppo", "grpo", "environment")
 ALL = tuple(runs_of_all(Path()))
 
 

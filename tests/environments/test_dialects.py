@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tunesmith.base.config.sections import EnvironmentSection
 from tunesmith.base.core.errors import InputError, MissingDependencyError
+from tunesmith.base.core.extras import EXTRA_OF
 from tunesmith.learn.environments import packages
 from tunesmith.learn.environments.calls import Calls
 from tunesmith.learn.environments.contract import Call, Episode, Reply, Said, ToolEpisode
@@ -499,11 +500,11 @@ def test_environments_as_trl_takes_them_and_episodes_stay_what_they_are() -> Non
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in packages.PIP_NAMES:
+    for kind in packages.KINDS:
         monkeypatch.setitem(sys.modules, "verifiers.v1" if kind == "verifiers" else kind, None)
-    for kind, pip in packages.PIP_NAMES.items():
+    for kind in packages.KINDS:
         name = "http://127.0.0.1:1" if kind == "openenv" else "x"
-        with pytest.raises(MissingDependencyError, match=f"pip install {pip}"):
+        with pytest.raises(MissingDependencyError, match=rf"pip install 'tunesmith\[{EXTRA_OF[kind]}\]'"):
             source_factory(f"{kind}:{name}", {})
     with pytest.raises(InputError, match="write `openenv:http://host:port`"):
         source_factory("openenv:localhost", {})

@@ -119,6 +119,7 @@ def test_commands_start_without_extras(folder: Path) -> None:
 TINY = ["--model", "tiny:llama", "--steps", "1"]
 TOLD = ["train", "sft", *TINY, "--demonstrations"]
 DRAWN = ["train", "grpo", *TINY, *TRAININGS["grpo"]]
+PLAYED = ["train", "grpo", *TINY, "--prompts", "told.jsonl", "--environment"]
 NEEDING = [
     ("web", ["serve", "--port", "0"]),
     ("web", ["studio", "--port", "0"]),
@@ -136,6 +137,10 @@ NEEDING = [
     ("data", [*TOLD, "owner/name"]),
     ("smollm2", ["train", "sft", "--model", "small.gguf", "--demonstrations", "told.jsonl"]),
     ("smollm2", ["generate", "--model", "smollm2", "--prompt", "The film"]),
+    ("environments", [*PLAYED, "textarena:GuessTheNumber-v0"]),
+    ("gem", [*PLAYED, "gem:game:GuessTheNumber-v0-easy"]),
+    ("openenv", [*PLAYED, "openenv:http://localhost:1"]),
+    ("verifiers", [*PLAYED, "verifiers:sums"]),
     ("ray", [*DRAWN, "--scale.workers", "1", "--scale.address", "auto"]),
 ]
 

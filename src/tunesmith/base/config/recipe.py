@@ -175,10 +175,10 @@ class PolicyRecipe(SamplingRecipe):
     def _check_environment(self) -> "PolicyRecipe":
         if not self.environment.is_given:
             return self
-        if self.scale.ranks > 1 or self.scale.staleness:
+        if self.scale.staleness or self.scale.pipeline > 1:
             raise ValueError(
-                "with an environment completions are drawn by one process, in the step that learns them; set "
-                "scale.ranks to 1 and scale.staleness to 0"
+                "with an environment completions are drawn in the step that learns them, by processes that have all "
+                "layers; set scale.staleness to 0 and scale.pipeline to 1"
             )
         return self
 

@@ -23,6 +23,13 @@ EXTRA_OF: Mapping[str, str] = {
     "triton": "gpu",
     "ray": "ray",
     "trl": "trl",
+    "textarena": "environments",
+    "gymnasium": "environments",
+    "reasoning_gym": "environments",
+    "skyrl_gym": "environments",
+    "gem": "gem",
+    "openenv": "openenv",
+    "verifiers": "verifiers",
 }
 """Top-level module -> the extra of pyproject.toml that installs it."""
 

@@ -68,7 +68,7 @@ def in_rounds(draw: Draw, prompts: Sequence[Prompt], sampling: SamplingParams, d
     """`Engine.converse` by calls of `draw`, for engines that draw nothing while a reply is awaited: all conversations
     that go on have their next turn once all replies have come. The prompts have token ids.
     """
-    keys = noise_keys([prompt.token_ids or () for prompt in prompts], 1)
+    keys = dialogue.keys or noise_keys([prompt.token_ids or () for prompt in prompts], 1)
     version, awaited = 0, list(range(len(prompts)))
     fronts = list(prompts)
     lengths = [sampling.max_new_tokens] * len(prompts) if dialogue.first is None else list(dialogue.first)

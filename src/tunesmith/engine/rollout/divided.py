@@ -48,8 +48,13 @@ class DividedEngine:
         return [found[place] for place in range(len(prompts))]
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
-        """See `Engine.converse`. Raises InputError: each rank would have to reply to what the others draw."""
-        raise InputError("conversations are drawn in one process alone; train without --scale.ranks")
+        """See `Engine.converse`. All ranks call it, each with its own prompts, or none: only it can reply to them."""
+        if stages() is not None:
+            raise InputError("with an environment each rank draws alone, which a pipeline's cannot; set scale.tensor")
+        with self._turns:
+            if self._refresh is not None:
+                self._refresh()
+            return self.inner.converse(prompts, sampling, dialogue) if prompts else 0
 
 
 def _share(prompts: Sequence[Prompt]) -> list[int]:

@@ -24,6 +24,7 @@ from tunesmith.engine.models.tokenizer import (
     stop_token_ids,
 )
 from tunesmith.engine.rollout.kv_cache import KVCache, blocks_for
+from tunesmith.engine.rollout.sampler import NoiseKey
 from tunesmith.engine.rollout.scheduler import PromptRequest, Scheduler
 from tunesmith.engine.rollout.sequence import Decode, Limits, TextStream
 from tunesmith.engine.rollout.sequence import Sequence as DrawnSequence
@@ -67,12 +68,13 @@ OnTurn = Callable[[int, Completion], Reply]
 class Dialogue:
     """Conversations of several turns: `on_turn` is given each, and replies. At most `max_tokens` stand behind the first
     prompt of a conversation, replies included. `first` has the limit of each first turn, at least that of the call's
-    sampling; None if that is all.
+    sampling; None if that is all. `keys` has the noise of each conversation, where the call is a part of a larger one.
     """
 
     on_turn: OnTurn
     max_tokens: int
     first: tuple[int, ...] | None = None
+    keys: tuple[NoiseKey, ...] | None = None
 
 
 class Functions(TypedDict, total=False):

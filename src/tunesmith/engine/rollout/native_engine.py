@@ -200,7 +200,7 @@ class NativeEngine:
         slot, and keeps its blocks of the cache as long as there are others.
         """
         with self._turns:
-            return self._generate(prompts, 1, sampling, None, {}, dialogue)[0].weight_version
+            return self._generate(prompts, 1, sampling, dialogue.keys, {}, dialogue)[0].weight_version
 
     def _generate(
         self,

@@ -44,6 +44,9 @@ _1_16 = {
     "GRPOTrainer._generate_single_turn": (
         "self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False"
     ),
+    "GRPOTrainer._tool_call_loop": (
+        "self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields"
+    ),
     "RLOOTrainer._generate_single_turn": "self, prompt_ids, images, multimodal_fields",
 }
 

@@ -19,9 +19,10 @@ from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import Completion, SamplingParams
 from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import context_length
-from tunesmith.engine.rollout.engine import Engine
+from tunesmith.engine.rollout.engine import Dialogue, Engine
 from tunesmith.engine.rollout.factory import open_engine
 from tunesmith.integrations.trl.model import PackedTrainer, Twin, drops_in_adapters, evaluating, unwrapped
+from tunesmith.integrations.trl.tool_loop import Turns, loop_at_once
 from tunesmith.integrations.trl_support import GENERATION
 
 _SAMPLING = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -40,10 +41,13 @@ class Options:
             the metrics is then that of the other rows.
         corrects_importance: Apply TRL's importance correction, with its `vllm_importance_sampling_*` settings and
             metrics, to whatever drew the completions: our engine or a `rollout_func`. GRPO only.
+        concurrent_tools: Call the tools of different completions at the same time, in threads, and go on drawing
+            meanwhile. Off: one after the other in the main thread and in rounds, as TRL does. GRPO only.
     """
 
     skips_equal_groups: bool = False
     corrects_importance: bool = False
+    concurrent_tools: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,8 @@ class FastPolicy(PackedTrainer):
         self._engine = self._live = self._twin = self._drawn = None
         self._num_calls = (-1, 0)  # of `_draw`, at a step
 
-    def _draw(self, prompt_ids: Sequence[Sequence[int]], *, has_images: bool) -> list[Completion] | None:
-        """A completion for each of `prompt_ids`, where equal neighbours are drawn as a group; None: TRL draws."""
+    def _ready(self, prompt_ids: Sequence[Sequence[int]], *, has_images: bool) -> tuple[Engine, SamplingParams] | None:
+        """The engine and its settings, None if TRL is to draw."""
         self._drawn = None
         sampling = None if self.use_vllm else self._sampling()
         reason = self._reason_not_to_draw(prompt_ids, sampling, has_images=has_images)
@@ -100,6 +104,14 @@ class FastPolicy(PackedTrainer):
             if reason and not self.use_vllm:
                 self.live_models.say("generation", reason)
             return None
+        return engine, replace(sampling, seed=self._seed())
+
+    def _draw(self, prompt_ids: Sequence[Sequence[int]], *, has_images: bool) -> list[Completion] | None:
+        """A completion for each of `prompt_ids`, where equal neighbours are drawn as a group; None: TRL draws."""
+        ready = self._ready(prompt_ids, has_images=has_images)
+        if ready is None:
+            return None
+        engine, sampling = ready
         runs = [(ids, len(tuple(same))) for ids, same in groupby(map(tuple, prompt_ids))]
         num = math.gcd(*(count for _, count in runs))
         prompts = [
@@ -109,16 +121,27 @@ class FastPolicy(PackedTrainer):
         ]
         try:
             with evaluating(unwrapped(self.model)):
-                groups = engine.generate(prompts, num, replace(sampling, seed=self._seed()))
-                is_exact = engine.is_exact
+                groups = engine.generate(prompts, num, sampling)
         except (InputError, TrainingError) as error:  # of damaged weights, for example; TRL may still draw
             self.live_models.say("generation", str(error))
             return None
         completions = [completion for group in groups for completion in group.completions]
+        self._keep(prompt_ids, completions, engine, sampling)
+        return completions
+
+    def _keep(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completions: Sequence[Completion],
+        engine: Engine,
+        sampling: SamplingParams,
+    ) -> None:
+        """Keep whole completions if their log-probs are those of the trainer."""
+        with evaluating(unwrapped(self.model)):
+            is_exact = engine.is_exact
         is_trainers = is_exact and sampling.temperature == self.temperature and self._is_trls(_LOGPS)
         if is_trainers and self._live is not None and not drops_in_adapters(self._live.module):
             self._drawn = Drawn(self._live, prompt_ids, completions)
-        return completions
 
     def _reason_not_to_draw(
         self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams | str | None, *, has_images: bool
@@ -239,28 +262,98 @@ class FastPolicy(PackedTrainer):
 class FastGRPO(FastPolicy):
     """Mixin before TRL's GRPO trainer."""
 
+    _turns: Turns | None = None
+    _has_turns = False
+
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> Any:
-        drawn = self._draw(prompt_ids, has_images=bool(images or multimodal_fields or has_tool_images))
+        has_images = bool(images or multimodal_fields or has_tool_images)
+        drawn = self._turn(prompt_ids) if self._has_turns and not has_images else None
+        if drawn is None:
+            self._end_turns()  # one call of the engine at a time
+            drawn = self._draw(prompt_ids, has_images=has_images)
         if drawn is None:
             ids, logps = super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
             return ids, unknown_logps(ids) if logps is None and (self.tools or self._corrects) else logps
-        ids = [list(one.token_ids) for one in drawn]
+        return self._as_trl(drawn)
+
+    def _as_trl(self, drawn: Sequence[Completion | None]) -> tuple[list[list[int]], list[list[Any]]]:
+        """Ids and log-probs, none of a turn for which there is no room."""
+        ids = [[] if one is None else list(one.token_ids) for one in drawn]
         if self.generation_kwargs["temperature"] != self.temperature:
             return ids, unknown_logps(ids)
         # The model's, not the sampler's: TRL compares them with the trainer's, which know nothing of top_p.
-        return ids, [list(one.raw_logps) for one in drawn]
+        return ids, [[] if one is None else list(one.raw_logps) for one in drawn]
+
+    def _turn(self, prompt_ids: Sequence[Sequence[int]]) -> Sequence[Completion | None] | None:
+        """The next turn of each conversation, the first if there are none; None: they are to be drawn otherwise."""
+        try:
+            if self._turns is not None:
+                self._drawn = None  # it has the first turns alone
+                return self._turns.round(prompt_ids)
+            return self._first_turn(prompt_ids)
+        except (InputError, TrainingError) as error:
+            self.live_models.say("generation", str(error))
+        except LookupError:
+            pass  # a tool loop of the user's, which changes what was drawn
+        self._has_turns = False
+        return None
+
+    def _first_turn(self, prompt_ids: Sequence[Sequence[int]]) -> Sequence[Completion | None] | None:
+        ready = self._ready(prompt_ids, has_images=False)
+        if ready is None:
+            return None
+        engine, sampling = ready
+        if sampling.max_new_tokens != self.max_completion_length:
+            return None
+        prompts = [Prompt(str(index), "", token_ids=tuple(ids)) for index, ids in enumerate(prompt_ids)]
+
+        def converse(dialogue: Dialogue) -> None:
+            with evaluating(unwrapped(self.model)):
+                engine.converse(prompts, sampling, dialogue)
+
+        self._turns = Turns(converse, prompt_ids, sampling.max_new_tokens)
+        drawn = self._turns.first()
+        self._keep(prompt_ids, [one for one in drawn if one is not None], engine, sampling)
+        return drawn
+
+    def _end_turns(self) -> None:
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.end()
+
+    def _tool_call_loop(
+        self,
+        prompts: Any,
+        prompt_ids: Any,
+        completion_ids: Any,
+        completions: Any,
+        logprobs: Any,
+        images: Any,
+        multimodal_fields: Any,
+    ) -> Any:
+        batch = prompts, prompt_ids, completion_ids, completions, logprobs
+        is_plain = not self._is_vlm and self._is_trls("_tool_call_loop")
+        if self._turns is None or not self.options.concurrent_tools or not is_plain:
+            return super()._tool_call_loop(*batch, images, multimodal_fields)
+        self._drawn = None
+        return loop_at_once(self, self._turns, self._as_trl, batch)
 
     @property
     def _corrects(self) -> bool:
         return self.options.corrects_importance
 
     def _generate(self, prompts: Any) -> Any:
-        with self._as_vllm(getattr(self.args, "use_vllm", self.use_vllm)):  # TRL's tests have arguments without it
-            found = list(super()._generate(prompts))
+        self._has_turns = bool(self.tools) and self.rollout_func is None
+        try:
+            with self._as_vllm(getattr(self.args, "use_vllm", self.use_vllm)):  # TRL's tests have arguments without it
+                found = list(super()._generate(prompts))
+        finally:
+            self._has_turns = False
+            self._end_turns()
         if found[4] is None and self._corrects:
             found[4] = unknown_logps(found[1])
         return tuple(found)

@@ -19,11 +19,13 @@ from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import derive
 from tunesmith.base.schema.records import Message, Prompt
 from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams, StopReason, Trajectory, Turn
+from tunesmith.engine.distributed.ranks import gathered, rank, share_of
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.models.tokenizer import encode_prompt
 from tunesmith.engine.models.tool_messages import as_template_takes, with_tools
 from tunesmith.engine.models.turns import Answer, call_ends, next_turn, parse_answer, reply_ranges
 from tunesmith.engine.rollout.engine import Continuation, Dialogue, Engine
+from tunesmith.engine.rollout.sampler import noise_keys
 from tunesmith.learn.environments.calls import Calls, Open, Shared, TimeLimitError
 from tunesmith.learn.environments.contract import Call, Episode, Reply, Said, clean
 from tunesmith.learn.environments.processes import Processes
@@ -174,7 +176,7 @@ class Conversations:
         sampling: SamplingParams,
         on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
-        """`n` trajectories behind each prompt, as one group each.
+        """`n` trajectories behind each prompt, as one group each. Of several ranks each draws its share of the prompts.
 
         The episodes of a prompt begin with the same seed, a function of that of `sampling` and of the prompt.
 
@@ -183,23 +185,27 @@ class Conversations:
             EnvironmentFailedError: every trajectory broke.
         """
         with ThreadPoolExecutor(self._section.max_calls, thread_name_prefix="tunesmith-turn") as pool:
-            seeds = [derive(sampling.seed or 0, "environment", prompt.id) for prompt in prompts]
-            rows = [row for row in zip(prompts, seeds, strict=True) for _ in range(n)]
+            own = share_of(prompts, all_ranks=True)
+            seeds = [derive(sampling.seed or 0, "environment", prompt.id) for prompt in own]
+            rows = [row for row in zip(own, seeds, strict=True) for _ in range(n)]
             states = list(pool.map(lambda row: self._begin(*row), rows))
             try:
                 version = self._converse(engine, states, sampling, pool)
-                self._check(states)
             finally:
                 for state in states:
                     self._give_back(state)
-        groups: list[Group] = []
-        for index, prompt in enumerate(prompts):
-            own = states[index * n : (index + 1) * n]
-            front = own[0].sample if not own[0].earlier else own[0].earlier[0]
-            completions = tuple(_completion(state, front.prompt_ids) for state in own)
-            groups.append(Group(own[0].shown or prompt, front.prompt_ids, completions, version))
-            if on_group is not None:
-                on_group(index, groups[-1])
+        drawn: list[Group] = []
+        for index, prompt in enumerate(own):
+            of_prompt = states[index * n : (index + 1) * n]
+            front = of_prompt[0].sample if not of_prompt[0].earlier else of_prompt[0].earlier[0]
+            completions = tuple(_completion(state, front.prompt_ids) for state in of_prompt)
+            drawn.append(Group(of_prompt[0].shown or prompt, front.prompt_ids, completions, version))
+        groups = gathered(drawn, "trajectories", all_ranks=True)
+        ended = [(group.prompt.id, one.trajectory) for group in groups for one in group.completions]
+        _check([(prompt_id, trajectory.error) for prompt_id, trajectory in ended if trajectory is not None])
+        if on_group is not None:
+            for index, group in enumerate(groups):
+                on_group(index, group)
         return groups
 
     def _converse(
@@ -211,18 +217,23 @@ class Conversations:
             if state.max_tokens < 1 and state.reason is None:
                 state.reason = "context_full"
         going = [state for state in states if state.reason is None]
-        if not going:
-            self._check(states)
-            longest = max(len(state.sample.prompt_ids) for state in states)
+        first = tuple(min(self._max_new_tokens, state.max_tokens) for state in going)
+        # Equal prompts have noise by their number, and a call has one setting: so all ranks are to know of all.
+        own = [(rank(), state.sample.prompt_ids, limit) for state, limit in zip(going, first, strict=True)]
+        of_all = gathered(own, "first prompts", all_ranks=True)
+        if not of_all:
+            _check([(state.prompt.id, state.error) for state in states])
+            longest = max((len(state.sample.prompt_ids) for state in states), default=0)
             raise InputError(
                 f"no prompt leaves room behind it: the longest has {longest} tokens, and the model's context holds "
                 f"{self._context}; shorten the prompts or the descriptions of the tools"
             )
-        first = tuple(min(self._max_new_tokens, state.max_tokens) for state in going)
+        keys = noise_keys([ids for _, ids, _ in of_all], 1)
+        limits = [limit for _, _, limit in of_all]
         sampling = replace(
             sampling,
-            max_new_tokens=min(first),
-            min_new_tokens=min(sampling.min_new_tokens, *first),
+            max_new_tokens=min(limits),
+            min_new_tokens=min(sampling.min_new_tokens, *limits),
             stop_token_ids=(*sampling.stop_token_ids, *call_ends(self._tokenizer)),
         )
 
@@ -230,7 +241,10 @@ class Conversations:
             return pool.submit(self._reply, going[index], turn)
 
         fronts = [replace(state.prompt, token_ids=state.sample.prompt_ids) for state in going]
-        return engine.converse(fronts, sampling, Dialogue(on_turn, max(state.max_tokens for state in going), first))
+        own_keys = tuple(key for key, (number, _, _) in zip(keys, of_all, strict=True) if number == rank())
+        most = max((state.max_tokens for state in going), default=0)
+        version = engine.converse(fronts, sampling, Dialogue(on_turn, most, first, own_keys))
+        return max(gathered([version], "version", all_ranks=True))
 
     def _begin(self, prompt: Prompt, seed: int) -> _State:
         """The trajectory before its first turn, in an episode that has begun."""
@@ -369,14 +383,6 @@ class Conversations:
                 )
         return None
 
-    def _check(self, states: Sequence[_State]) -> None:
-        broken = [state for state in states if state.error is not None]
-        if len(broken) == len(states):
-            raise EnvironmentFailedError(
-                f"the environment broke every one of {len(states)} trajectories; of prompt {broken[0].prompt.id}: "
-                f"{broken[0].error}"
-            )
-
     def check(self) -> None:
         """Make an episode, for the first trajectory.
 
@@ -424,6 +430,14 @@ class Conversations:
         wait([hosted.end() for hosted in made], self._section.timeout_s)
         if isinstance(self._open, Processes):
             self._open.close()
+
+
+def _check(errors: Sequence[tuple[str, str | None]]) -> None:
+    """Raise EnvironmentFailedError if each trajectory, of the prompt with an id, has an error."""
+    if errors and all(error is not None for _, error in errors):
+        raise EnvironmentFailedError(
+            f"the environment broke every one of {len(errors)} trajectories; of prompt {errors[0][0]}: {errors[0][1]}"
+        )
 
 
 def shortened(tokenizer: PreTrainedTokenizerBase, message: Message, limit: int) -> Message:

@@ -12,27 +12,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from tunesmith.base.core.errors import EnvironmentFailedError, InputError, MissingDependencyError
+from tunesmith.base.core.extras import EXTRA_OF
 from tunesmith.learn.environments.dialects import PerRow
 from tunesmith.learn.environments.openenv import Server
 from tunesmith.learn.environments.tasks import ReasoningTasks, VerifiersTasks
 from tunesmith.learn.environments.text import TASK, placeholder
-from tunesmith.learn.rewards.functions import load_named
+from tunesmith.learn.rewards.functions import add_to_path, load_named
 
-PIP_NAMES = {
-    "textarena": "textarena",
-    "gem": "gem-llm",
-    "gymnasium": "gymnasium",
-    "skyrl_gym": "skyrl-gym",
-    "openenv": "openenv",
-    "reasoning_gym": "reasoning-gym",
-    "verifiers": "'verifiers>=0.4'",
-}
-"""The package to install for each kind of source."""
+KINDS = ("textarena", "gem", "gymnasium", "skyrl_gym", "openenv", "reasoning_gym", "verifiers")
+"""The packages whose environments have names, as they are imported."""
 
 REGISTRIES = {
     "textarena": "textarena.envs.registration:ENV_REGISTRY",
@@ -60,8 +54,8 @@ def source_factory(source: str, arguments: Mapping[str, Any]) -> Factory:
         MissingDependencyError: its package is not installed.
     """
     kind, _, name = source.partition(":")
-    if kind not in PIP_NAMES:
-        close = difflib.get_close_matches(kind, PIP_NAMES, n=1)
+    if kind not in KINDS:
+        close = difflib.get_close_matches(kind, KINDS, n=1)
         if close and "." not in kind and "/" not in kind:
             raise InputError(f"environment {source!r} is of no known package; did you mean `{close[0]}:{name}`?")
         found = load_named(source, "environment")
@@ -102,7 +96,7 @@ def rows_of(source: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]] |
     given = {key: value for key, value in arguments.items() if key != NUM_ROWS}
     if kind in ("reasoning_gym", "verifiers"):
         return _tasks(source, json.dumps(given, sort_keys=True)).rows(num_rows or MOST_ROWS)
-    if kind not in PIP_NAMES or kind == "skyrl_gym":
+    if kind not in KINDS or kind == "skyrl_gym":
         return None
     if kind != "openenv":
         _package(kind)
@@ -149,14 +143,15 @@ def _per_row(make: Callable[..., Any], arguments: Mapping[str, Any]) -> PerRow:
 
 def _package(kind: str) -> Any:
     """The module of a kind of source. Raises MissingDependencyError if it, or what it needs, is not installed."""
+    add_to_path(Path.cwd())  # `gymnasium:my_games:ID` and `verifiers:my_tasks` may be modules there
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:
         return import_module(kind if kind != "verifiers" else "verifiers.v1")
     except ImportError as error:
         raise MissingDependencyError(
-            f"environments `{kind}:...` need the package {PIP_NAMES[kind]} ({error}); run `pip install "
-            f"{PIP_NAMES[kind]}`"
+            f"environments `{kind}:...` need what is not installed ({error}); run `pip install "
+            f"'tunesmith[{EXTRA_OF[kind]}]'`"
         ) from error
     finally:  # GEM sets up logging for the whole process
         root.setLevel(level)

@@ -128,11 +128,16 @@ def _import(name: str, what: str) -> ModuleType:
     raise RewardError(f"{what}: there is no module `{top}`; for a file write `./{top}.py:...`")
 
 
+def add_to_path(folder: Path) -> None:
+    """Let modules of `folder` be imported, behind all that are installed."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 @contextmanager
 def _importing(folder: Path, what: str) -> Generator[None, None, None]:
     """Import code of the user's with `folder` at the end of the import path, so that it hides no installed package."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    add_to_path(folder)
     try:
         yield
     except (Exception, SystemExit) as error:  # the file is the user's: whatever it raises is reported as its failure

@@ -39,7 +39,7 @@ from tunesmith.engine.rollout.factory import engine_for
 from tunesmith.engine.rollout.workers.ahead import Ahead, Arguments
 from tunesmith.learn.algorithms import kl
 from tunesmith.learn.environments.episodes import Conversations
-from tunesmith.learn.environments.packages import rows_of
+from tunesmith.learn.environments.packages import KINDS, rows_of
 from tunesmith.learn.environments.sources import opener
 from tunesmith.learn.evaluation import accuracy
 from tunesmith.learn.rewards.functions import file_of, identity_of
@@ -313,7 +313,8 @@ class PolicyTask:
     def _environment_files(self) -> list[tuple[str, Path]]:
         """The files that the recipe's environment and tools come from."""
         section = self.cfg.environment
-        named = [one for one in (section.source, *section.tools) if one is not None and ":" in one]
+        sources = (section.source, *section.tools)
+        named = [one for one in sources if one is not None and ":" in one and one.partition(":")[0] not in KINDS]
         files = [(source, file_of(source)) for source in named]
         return [(source, file) for source, file in files if file is not None]
 
