@@ -135,7 +135,7 @@ class Worker:
         return key, self.speakers[key]
 
     def _ask(self, speaker: Speaker, request: Json) -> tuple[Json, Ask]:
-        """What the model reads, and the request for the engine. Raises InputError if it cannot be drawn."""
+        """The prompt as the model reads it, and the request for the engine. Raises InputError if it cannot be drawn."""
         id, tokenizer = request["id"], speaker.tokenizer
         prompt = prompt_of(request, tokenizer)
         ids = encode_prompt(tokenizer, prompt) if prompt.token_ids is None else prompt.token_ids
@@ -209,7 +209,7 @@ class Worker:
 
 
 def prompt_of(request: Json, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """What the model reads: messages as its template takes them, a text, or ids. Without a chat template messages are
+    """The prompt: messages as the model's template takes them, a text, or ids. Without a chat template messages are
     one text, each turn of the person on a new line and the answer directly after it.
 
     Raises:
@@ -275,7 +275,7 @@ def _facts(prompt: Text, completion: Completion) -> dict[str, Any]:
 def _message(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], completion: Completion, tools: Sequence[Any]
 ) -> Json:
-    """What was drawn as a message, its calls of tools read."""
+    """The answer as a message, its calls of tools read."""
     ended = completion.token_ids[-1:] if completion.finish_reason == "stop" else ()
     answer = parse_answer(tokenizer, prompt_ids, completion.token_ids, tools, stop_ids=ended)
     return answer.message if answer.malformed is None else {"role": "assistant", "content": completion.text}

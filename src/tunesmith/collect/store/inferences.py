@@ -208,7 +208,7 @@ def _checked(said: Feedback) -> Feedback:
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What feedback is about: the answer, and its id in the store; both None for a conversation."""
+    """The subject of feedback: an answer and its id in the store; both None for a conversation."""
 
     id: int | None
     answered: Inference | None

@@ -26,7 +26,7 @@ AnswerStyle = Literal["raw", "markdown"]
 Role = Literal["rater", "admin"]
 CommandKind = Literal["rollback"]
 Scope = Literal["generate", "feedback", "admin"]
-"""What a key of the API may do: ask models; say what answers are worth; everything, such as to make keys."""
+"""A permission of a key of the API: to ask models, to rate answers, or everything, such as making keys."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
@@ -301,7 +301,7 @@ class Inference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """What an application says of an answer (`inference`, a name, and `choice`) or of a conversation (`episode`).
+    """An application's judgement of an answer (`inference`, a name, and `choice`) or of a conversation (`episode`).
 
     The `value` of the metric `comment` and of `demonstration`, a better answer, is a text; that of `preference` says
     which choices are better (`Preference`), and that of every other metric is a number, or a boolean for a thumb.

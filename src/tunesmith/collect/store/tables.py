@@ -310,7 +310,7 @@ feedback = Table(
     UniqueConstraint("inference_id", "episode", "choice", "rater_id", "metric", "revision"),
     sqlite_autoincrement=True,
 )
-"""What applications say of answers, append-only."""
+"""Feedback of applications, append-only."""
 
 commands = Table(
     "commands",

@@ -26,7 +26,7 @@ TOO_LONG = (
     "the conversation is longer than a model's context; leave out its oldest turns, change the message, or begin a new "
     "conversation"
 )
-"""What a person is told in place of numbers of tokens, which they cannot set."""
+"""Message for people in place of numbers of tokens, which they cannot set."""
 
 _log = get_logger(__name__)
 _END_S = 5.0

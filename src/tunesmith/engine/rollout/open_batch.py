@@ -45,7 +45,7 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What was drawn of completion `sample` since its last piece: ids, and the text that is settled now, of whole
+    """New tokens of completion `sample`: their ids, and the text that is settled now, of whole
     characters and without a possible beginning of a stop string. `scores` of the ids if they were asked for. The last
     piece has the whole `completion`.
     """

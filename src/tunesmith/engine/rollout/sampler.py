@@ -45,7 +45,7 @@ def noise_keys(prompts: Sequence[Sequence[int]], n: int) -> list[NoiseKey]:
 
 @dataclass(frozen=True, slots=True)
 class RequestSampling:
-    """How the completions of one request are drawn: its settings, and what keys its noise.
+    """Settings of one request, and the key of its noise.
 
     `presence_penalty` is taken once from the logit of each token that was drawn before, `frequency_penalty` as often
     as it was (OpenAI's penalties; negative ones favour repetition).
@@ -64,7 +64,7 @@ class RequestSampling:
         return not (self.sampling.logit_bias or self.presence_penalty or self.frequency_penalty)
 
     def bias(self, sequence: DrawnSequence) -> Mapping[int, float]:
-        """What is added to the logits of the next token of `sequence`."""
+        """Numbers to add to the logits of the next token of `sequence`."""
         bias = dict(self.sampling.logit_bias)
         if self.presence_penalty or self.frequency_penalty:
             for token, count in Counter(sequence.token_ids).items():

@@ -137,7 +137,7 @@ class _Row:
 
 
 def loop_at_once(trainer: Any, turns: Turns, as_trl: AsTRL, batch: Sequence[Sequence[Any] | None]) -> tuple[Any, ...]:
-    """What TRL's `_tool_call_loop` returns; `batch` has prompts and their ids, ids of completions, these, log-probs."""
+    """The result of TRL's `_tool_call_loop`; `batch` has prompts and their ids, completions, these, log-probs."""
 
     def loop(index: int) -> tuple[Any, ...]:
         own = [None if values is None else [values[index]] for values in batch]

@@ -20,7 +20,7 @@ from tunesmith.learn.environments.episodes import Hosted, Open, checked, ended_b
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What followed a turn: `messages` for the history, that of the model first, and `lines` to show. `goes_on` if the
+    """The outcome of a turn: `messages` for the history, that of the model first, and `lines` to show. `goes_on` if the
     model's next turn follows, else the person's.
     """
 

@@ -304,7 +304,7 @@ class Conversations:
         return self._continue(state, before, answer.message, turn, reply)
 
     def _reason(self, state: _State, turn: Completion, reply: Reply) -> StopReason | None:
-        """Why the trajectory ends with this turn, None if it goes on."""
+        """The reason to end the trajectory with this turn, None if it goes on."""
         if reply.done or not reply.messages:
             is_cut = turn.finish_reason == "length" and reply.reason == "completed"
             return "max_tokens" if is_cut else reply.reason
@@ -460,7 +460,7 @@ def ended_by(turn: Completion) -> tuple[int, ...]:
 
 
 def said_of(turn: Completion, answer: Answer, *, has_tools: bool) -> Said:
-    """What a turn tells the episode: its calls; to one without tools the whole text."""
+    """The turn as the episode takes it: its calls; to one without tools the whole text."""
     if not has_tools and (answer.calls or answer.malformed is not None):
         return Said(turn.text)  # to a game the whole answer is the move, whatever it looks like
     calls = [Call(one.name, one.arguments) for one in answer.calls]

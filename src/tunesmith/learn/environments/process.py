@@ -61,7 +61,7 @@ class _Held:
 
 
 def _opened(setup: bytes) -> tuple[Failure | None, Open | None, Shared]:
-    """What makes episodes, or why nothing does."""
+    """The function that makes episodes, or the error that keeps it from doing so."""
     try:
         given: Setup = pickle.loads(setup)
     except Exception as error:  # noqa: BLE001 - loading it runs code of the user's

@@ -37,7 +37,7 @@ class ProcessEndedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What `sources.opener` makes episodes of. `tools` and `environment_factory` are those that were given in Python.
+    """The arguments of `sources.opener`. `tools` and `environment_factory` are those that were given in Python.
 
     Example: `Setup(EnvironmentSection(source="./mine.py:Store", processes=2))`.
     """

@@ -224,7 +224,7 @@ MOST_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a step learns: the completion, counted over all groups, of each row, and the advantages of its tokens."""
+    """The rows of a step: the completion of each, counted over all groups, and the advantages of its tokens."""
 
     completion_B: Sequence[int] = ()
     advantage_BT: torch.Tensor | None = None

@@ -341,7 +341,7 @@ class PolicyTask:
 
     @property
     def assumed(self) -> str:
-        """How long the estimate takes trajectories to be; empty without an environment."""
+        """The length of trajectories that the estimate assumes, in words; empty without an environment."""
         if (tokens := self._most_tokens) is None:
             return ""
         section = self.cfg.environment

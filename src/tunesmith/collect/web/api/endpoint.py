@@ -1,4 +1,4 @@
-"""What the API offers: models by name, drawn by the process of `drawing`, and what is kept of each answer."""
+"""The models of the API by name, drawn by the process of `drawing`, and the record of each answer for the store."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -162,7 +162,7 @@ class Collected:
         )
 
     def kept(self, places: Sequence[int], **facts: Any) -> Inference:
-        """What the store keeps of the answers to these requests, which read the same prompt."""
+        """The record of the answers to these requests, which read the same prompt."""
         prompt = self.prompts[places[0]]
         content = prompt["prompt"]
         numbers = [place * self.n + sample for place in places for sample in range(self.n)]

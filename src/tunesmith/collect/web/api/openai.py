@@ -97,7 +97,7 @@ def _call_of(call: _ToolCall) -> Json:
 
 
 class Sampled(BaseModel):
-    """What requests for text have in common."""
+    """Base of requests for text."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -206,7 +206,7 @@ class TextRequest(Sampled):
     best_of: int | None = None
 
     def prompts(self) -> list[Json]:
-        """What is read, as texts or ids. Raises RefusedError."""
+        """The prompts, each as text or ids. Raises RefusedError."""
         for name, is_given in (("echo", self.echo), ("suffix", self.suffix), ("best_of", self.best_of)):
             if is_given and is_given != (self.n or 1):
                 raise RefusedError(400, f"{name} is not offered; leave it out", param=name)
@@ -259,7 +259,7 @@ def message_of(answer: Json) -> dict[str, Any]:
 
 
 def finish_of(answer: Json, message: Json) -> str:
-    """Why an answer ended, in OpenAI's words."""
+    """The `finish_reason` of an answer."""
     return "tool_calls" if message.get("tool_calls") else answer["finish_reason"]
 
 
@@ -309,7 +309,7 @@ def event(body: Json | str) -> str:
 
 
 def envelope(kind: str, id: str, model: str, version: int | None) -> dict[str, Any]:
-    """What every response and every event of a stream begins with."""
+    """The fields that every response and every event of a stream begins with."""
     fingerprint = None if version is None else f"v{version}"
     return {
         "id": id,
