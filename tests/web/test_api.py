@@ -144,8 +144,8 @@ def test_texts_and_token_ids_are_continued(client, key):
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "messages"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
-        ({"messages": [{"role": "user", "content": "a\x00"}]}, 400, None),
-        ({"user": "\ud800"}, 400, None),
+        ({"user": "a\x00"}, 400, None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None),
         ({"compare": 2, "n": 2}, 400, "n"),
     ],
 )

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tunesmith.base.core.seeds import LARGEST_SEED
 from tunesmith.base.schema.records import Message
-from tunesmith.collect.store.content import check_values
 
 MOST_CHOICES = 16
 """Answers to a request at most."""
@@ -30,7 +29,7 @@ MAX_NAME = 200
 
 Json = Mapping[str, Any]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-Name = Annotated[str, Field(max_length=MAX_NAME)]
+Name = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[^\x00]*$")]
 
 
 class RefusedError(HTTPException):
@@ -125,8 +124,13 @@ class Sampled(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_texts(cls, given: Any) -> Any:
-        """Refuse characters that no database can hold, anywhere: answers are stored with their prompts."""
-        check_values(given, "the request")  # a ValueError
+        """Refuse what no database can hold: answers are stored with their prompts. A model may have drawn a NUL, which
+        JSON can hold.
+        """
+        try:
+            json.dumps(given, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ValueError("the request holds a lone surrogate, which is no character; remove it") from None
         return given
 
     @property
