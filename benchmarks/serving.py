@@ -99,7 +99,8 @@ def _measured(side: Side, chats: Sequence[int], options: Namespace, name: str, s
     """Medians over rounds, by the number of chats; one round before is not counted."""
     found: dict[str, Any] = {}
     for number in chats:
-        rounds = [asyncio.run(talk(side, number, options.seed + count)) for count in range(options.rounds + 1)][1:]
+        turns = 1 if options.quick else TURNS
+        rounds = [asyncio.run(talk(side, number, turns, options.seed + one)) for one in range(options.rounds + 1)][1:]
         figures = [one.facts() for one in rounds]
         found[str(number)] = {key: statistics.median(one[key] for one in figures) for key in figures[0]}
         rate, first_s = (found[str(number)][key] for key in ("tokens_per_s", "first_token_median_s"))
@@ -107,20 +108,21 @@ def _measured(side: Side, chats: Sequence[int], options: Namespace, name: str, s
     return found
 
 
-async def talk(side: Side, num_chats: int, seed: int) -> Times:
-    """All chats of a round."""
+async def talk(side: Side, num_chats: int, turns: int, seed: int) -> Times:
+    """All chats of a round, each of `turns` turns."""
     times = Times()
     async with AsyncOpenAI(base_url=side.url, api_key=side.key, max_retries=0, timeout=START_S) as client:
         begun_s = time.perf_counter()
-        await asyncio.gather(*(_chat(client, side.model, seed * 1000 + number, times) for number in range(num_chats)))
+        chats = (_chat(client, side.model, turns, seed * 1000 + number, times) for number in range(num_chats))
+        await asyncio.gather(*chats)
         times.whole_s = time.perf_counter() - begun_s
     return times
 
 
-async def _chat(client: AsyncOpenAI, model: str, number: int, times: Times) -> None:
+async def _chat(client: AsyncOpenAI, model: str, turns: int, number: int, times: Times) -> None:
     questions = itertools.islice(itertools.cycle(QUESTIONS), number, None)
     messages: list[Any] = []
-    for turn in range(TURNS):
+    for turn in range(turns):
         messages.append({"role": "user", "content": f"{next(questions)} ({number})"})
         asked_s = last_s = time.perf_counter()
         stream = await client.chat.completions.create(
