@@ -15,7 +15,7 @@ from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.allowed import Allowed
 from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.app import create_app
-from tunesmith.collect.web.arena import Arena, Conversation, of_live_loop
+from tunesmith.collect.web.arena import Arena, Contestant, Conversation, of_live_loop
 from tunesmith.collect.web.drawing import Drawer
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.run_index import id_of
@@ -38,6 +38,7 @@ class Parts:
     admin: str
     rater: str
     jobs: Jobs
+    key: str
 
     def client(self, token: str = "", address: str = "127.0.0.1") -> TestClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -74,9 +75,11 @@ def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = ())
         jobs.add(Wanted("grpo", settings=(("model.name", "tiny:llama"),)), "key")
         with Drawer(folder / "model_worker.log") as drawer:
             arena = Arena(folder / "arena", drawer, lambda: of_live_loop(folder, runs), keeps_first=True)
-            endpoint = Endpoint(drawer, lambda: of_live_loop(folder, runs), "live")
+            tiny = Contestant("tiny:llama", {"name": "tiny:llama"}, {})
+            endpoint = Endpoint(drawer, lambda: [tiny], "tiny")
             app = create_app(settings, store, runs, studio, jobs, arena, endpoint)
             admin, rater = store.add_rater("ada", "admin"), store.add_rater("rob")
             talk = Conversation(TALK_ID, admin.rater.id, [])
             (folder / "arena" / f"{TALK_ID}.json").write_text(talk.to_json())
-            yield Parts(app, store, admin.token, rater.token, jobs)
+            key = store.add_rater("app", scopes=("generate", "feedback"))
+            yield Parts(app, store, admin.token, rater.token, jobs, key.token)

@@ -29,6 +29,7 @@ from typing import Any, TextIO
 
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import ContextFullError, InputError, ModelError, TunesmithError
+from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.system import keep_freed_memory
 from tunesmith.base.schema.records import Message, Prompt, Text
 from tunesmith.engine.batch.rollout import Completion, SamplingParams
@@ -49,6 +50,8 @@ IDLE_S = 600.0
 
 MOST_NEW_TOKENS = 1024
 """Tokens of an answer for which the request names no limit."""
+
+_log = get_logger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
 _COPIES = 3.0
@@ -118,6 +121,9 @@ class Worker:
             self._replies.append({"id": id, "begun": begun})
         except InputError as error:
             self._fail(id, str(error), _kind(error))
+        except Exception as error:  # noqa: BLE001 - a template is anybody's code, and costs no other request
+            _log.warning("request %d cannot be read", id, exc_info=True)
+            self._fail(id, f"the model's template or tokenizer cannot read it ({type(error).__name__})", "prompt")
 
     def speaker(self, model: Json) -> tuple[str, Speaker]:
         """The loaded model, by a key. Raises ModelError if there is none, or it is too large for the free memory."""
@@ -217,6 +223,8 @@ def prompt_of(request: Json, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """
     if "token_ids" in request:
         ids = tuple(request["token_ids"])
+        if max(ids) >= len(tokenizer):
+            raise InputError(f"the prompt holds token id {max(ids)}; ids must lie in [0, {len(tokenizer)})")
         return Prompt("", decode_marked(tokenizer, ids), token_ids=ids)
     if "text" in request:
         return Prompt("", request["text"])

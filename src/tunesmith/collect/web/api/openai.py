@@ -28,6 +28,7 @@ MAX_NAME = 200
 """Characters of `user` and `episode_id`."""
 
 Json = Mapping[str, Any]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Name = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[^\x00]*$")]
 
@@ -117,7 +118,7 @@ class Sampled(BaseModel):
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=100)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=100)] | None = None
     return_token_ids: bool | None = None
     episode_id: Name | None = None
 
@@ -203,7 +204,7 @@ class ChatRequest(Sampled):
 class TextRequest(Sampled):
     """A request of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool | None = None
     suffix: str | None = None

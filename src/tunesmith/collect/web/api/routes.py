@@ -57,7 +57,7 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: Annotated[str, Field(max_length=1000)] = ""
-    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    token_ids: Annotated[list[openai.TokenId], Field(min_length=1)]
     sampling_params: GenerateSampling = GenerateSampling()
     stream: bool | None = None
 
