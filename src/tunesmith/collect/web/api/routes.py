@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
+from tunesmith.base.core.errors import StoreError
 from tunesmith.collect.store.records import Feedback, Rater
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api import openai
@@ -439,6 +440,8 @@ async def _answered(request: HttpRequest, answering: Answering, form: Form) -> R
             yield openai.event("[DONE]")
         except RefusedError as error:  # the engine failed in the middle
             yield openai.event(error_body(error.status_code, error.detail, error.code, error.param))
+        except StoreError as error:  # the answer cannot be stored, so that no feedback would find it
+            yield openai.event(error_body(503, str(error)))
 
     return StreamingResponse(texts(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 

@@ -1,0 +1,111 @@
+"""Clients chat and give feedback while the server, or the process that draws for it, is killed again and again."""
+
+import http.client
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import psutil
+import pytest
+
+from server_parts import Answer, Client, Server
+from tunesmith.collect.store.votes import VoteStore
+
+PATIENCE_S = 3000
+LETTERS = {str(token): 50 for token in range(68, 94)}
+
+
+@dataclass
+class Heard:
+    """What was said and answered by id, and the last feedback on each that the server has said yes to."""
+
+    texts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    values: dict[str, bool] = field(default_factory=dict)
+    num_replies: int = 0
+
+
+def until_answered(send: Callable[[], Answer], over: threading.Event) -> Answer:
+    """The answer to a request that is sent again while the server or its process is away."""
+    while not over.wait(0.01):
+        try:
+            answer = send()
+        except (OSError, http.client.HTTPException):
+            over.wait(0.1)
+            continue
+        if answer.status < 500:
+            return answer
+        over.wait(0.1)
+    raise AssertionError("the server did not come back")
+
+
+def work(client: Client, num_chats: int, seed: int, heard: Heard, over: threading.Event) -> None:
+    draw = random.Random(seed)
+    for number in range(num_chats):
+        said = f"client {seed} says {number}"
+        body = {
+            "messages": [{"role": "user", "content": said}],
+            "max_tokens": draw.randrange(4, 20),
+            "logit_bias": LETTERS,
+        }
+        answer = until_answered(lambda body=body: client.send("POST", "/v1/chat/completions", body), over)
+        assert answer.status == 200, answer.body
+        name = answer.json["id"]
+        assert name not in heard.texts
+        heard.texts[name] = said, answer.json["choices"][0]["message"]["content"]
+        for _ in range(1 + (draw.random() < 0.3)):
+            value = draw.random() < 0.5
+            thumb = {"inference_id": name, "metric_name": "thumbs", "value": value}
+            answer = until_answered(lambda thumb=thumb: client.send("POST", "/v1/feedback", thumb), over)
+            assert answer.status == 200, answer.body
+            heard.values[name] = value
+            heard.num_replies += 1
+
+
+def kill(server: Server, number: int) -> None:
+    """Kill the process that draws, or every second time the server, which is started again."""
+    if number % 2:
+        for one in psutil.Process(server.process.pid).children():
+            one.send_signal(signal.SIGKILL)
+    else:
+        server.kill()
+        server.start()
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "num_clients", "num_chats"), [(4, 6, 12), pytest.param(100, 50, 200, marks=pytest.mark.slow)]
+)
+def test_what_was_acknowledged_is_there_once_and_every_answer_has_its_tokens(
+    tmp_path, num_kills, num_clients, num_chats
+):
+    server = Server(tmp_path / "live", ("--openai", "tiny:llama")).start()
+    key, heard, over = server.facts["key"], Heard(), threading.Event()
+    with ThreadPoolExecutor(num_clients) as pool:
+        client = Client(server.url, key)
+        jobs = [pool.submit(work, client, num_chats, seed, heard, over) for seed in range(num_clients)]
+        try:
+            for number in range(num_kills):
+                before, deadline = heard.num_replies, time.monotonic() + PATIENCE_S
+                while heard.num_replies == before and not all(job.done() for job in jobs):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                kill(server, number)
+            for job in jobs:
+                job.result(PATIENCE_S)
+        finally:
+            over.set()
+    assert server.stop() == 0
+    assert len(heard.texts) == num_clients * num_chats
+    with VoteStore.open(server.folder / "votes.db") as store:
+        given = {}
+        while page := store.reader.feedback_after(max((one.id for one in given.values()), default=0)):
+            given |= {(one.inference, one.revision): one for one in page}
+        assert {name: value for (name, _), value in sorted((k, v.value) for k, v in given.items())} == heard.values
+        for name, (said, text) in heard.texts.items():
+            found = store.reader.inference(name)
+            (choice,) = found.choices
+            assert found.prompt[-1]["content"] == said and choice.text == text
+            assert len(choice.token_ids) == len(choice.logps) > 0
