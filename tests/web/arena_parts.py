@@ -45,7 +45,7 @@ for line in sys.stdin:
     # Without a chat template: one text.
     said = enumerate(request["messages"])
     whole = "".join(("\n" if one["role"] == "user" and k else "") + one["content"] for k, one in said)
-    reply(begun={"prompt": whole, "prompt_ids": [7]})
+    reply(begun={"prompt": whole, "prompt_ids": [7], "context": 128})
     for start in range(0, len(text), 6):
         reply(sample=0, text=text[start : start + 6])
     answer = {"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0], "drawn_logps": [-0.5, -1.0]}

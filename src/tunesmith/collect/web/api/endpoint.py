@@ -1,6 +1,7 @@
 """The models of the API by name, drawn by the process of `drawing`, and the record of each answer for the store."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,13 +40,22 @@ class Endpoint:
         self._drawer = drawer
         self._max_open = max_open
         self._random = SystemRandom()
+        self._contexts: dict[str, int] = {}
 
     def warm(self) -> None:
         """Have the served model loaded, so that the first request need not wait for it."""
         for served in self.models()[:1]:
             with suppress(RunError):
                 request = {"model": served.model, "text": "Hello", "sampling": {"max_new_tokens": 1}}
-                self._drawer.ask(request, lambda reply: None)
+                self._drawer.ask(request, lambda reply: self._note(served.model, reply))
+
+    def _note(self, model: Json, reply: Json) -> None:
+        if "begun" in reply:
+            self._contexts[json.dumps(model, sort_keys=True)] = reply["begun"]["context"]
+
+    def context(self, name: str) -> int | None:
+        """The longest prompt and answer of the model of this name, in tokens; None before it was loaded."""
+        return self._contexts.get(json.dumps(self.model(name).model, sort_keys=True))
 
     @property
     def num_open(self) -> int:
@@ -97,6 +107,7 @@ class Endpoint:
             num_left = len(requests)
             while num_left:
                 place, reply = await come.get()
+                self._note(requests[place]["model"], reply)
                 if "error" in reply:
                     raise _refused(reply)
                 if "done" in reply:

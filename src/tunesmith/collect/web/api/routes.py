@@ -98,7 +98,9 @@ def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
     routes = APIRouter(tags=["API"])
 
     def shown(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": metrics.begun_at, "owned_by": "tunesmith"}
+        facts = {"id": name, "object": "model", "created": metrics.begun_at, "owned_by": "tunesmith"}
+        context = endpoint.context(name)
+        return facts if context is None else {**facts, "max_model_len": context}
 
     @routes.get("/health")
     def health() -> Json:
