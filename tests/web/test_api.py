@@ -168,6 +168,12 @@ def test_keys_are_for_the_api_and_logins_for_the_pages(served, key, admin):
         assert key.send("GET", path).status == 403
 
 
+def test_one_version_answers_a_comparison_twice_and_not_the_same(client):
+    both = client.chat.completions.create(**OPTIONS, extra_body={"compare": 2})
+    assert [choice.index for choice in both.choices] == [0, 1]
+    assert both.choices[0].message.content != both.choices[1].message.content
+
+
 def test_feedback_is_stored_with_what_was_drawn(client, key, admin):
     options = {**OPTIONS, "logit_bias": LETTERS}
     first = client.chat.completions.create(**options, n=2, user="u7", extra_body={"episode_id": "chat 1"})

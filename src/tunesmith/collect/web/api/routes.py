@@ -133,6 +133,8 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
         speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model)]
         if body.compare and (body.n or 1) > 1:
             raise RefusedError(400, "compare gives two answers; leave n out", param="n")
+        if body.compare and speakers[0] == speakers[1]:  # two requests with the same seed would be the same answer
+            body, speakers = body.model_copy(update={"n": 2}), speakers[:1]
         asked = [{"model": one.model, "as_text": one.as_text, **body.asked(one.sampling)} for one in speakers]
         answering = Answering(endpoint, metrics, services, caller, body, speakers, asked)
         return await _answered(request, answering, ChatForm(answering))
