@@ -8,7 +8,7 @@ import pytest
 from tunesmith.base.core.errors import DataError, StoreError, UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.inferences import EDITED
-from tunesmith.collect.store.records import CampaignSettings, Choice, Feedback, Inference
+from tunesmith.collect.store.records import CampaignSettings, Choice, Feedback, Inference, KeySettings
 from tunesmith.collect.store.votes import VoteStore
 
 PROMPT: Text = ({"role": "user", "content": "Name a colour."},)
@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> Iterator[VoteStore]:
 
 @pytest.fixture
 def key(store: VoteStore) -> int:
-    return store.add_rater("app", scopes=("generate", "feedback")).rater.id
+    return store.add_rater("app", key=KeySettings(("generate", "feedback"))).rater.id
 
 
 def choice(text: str, version: int = 3) -> Choice:
@@ -59,11 +59,26 @@ def test_an_answer_is_kept_whole_under_the_id_of_the_client(store: VoteStore, ke
 
 
 def test_a_key_is_no_login_and_has_known_scopes(store: VoteStore, key: int):
-    made = store.add_rater("other", scopes=("generate",))
+    made = store.add_rater("other", key=KeySettings(("generate",)))
     assert made.token.startswith("sk-") and made.rater.scopes == ("generate",)
     assert store.reader.rater_of(made.token) == made.rater
     with pytest.raises(StoreError, match="scopes"):
-        store.add_rater("third", scopes=("everything",))  # type: ignore[arg-type]
+        store.add_rater("third", key=KeySettings(("everything",)))  # type: ignore[arg-type]
+
+
+def test_tokens_of_a_key_are_those_of_a_day(store: VoteStore, key: int):
+    day_s = 24 * 3600
+    store.charge(key, 5, now=3 * day_s)
+    store.charge(key, 7, now=4 * day_s - 1)
+    store.charge(key, 1, now=4 * day_s)
+    assert [store.reader.tokens_of_day(now=day * day_s) for day in (2, 3, 4)] == [{}, {key: 12}, {key: 1}]
+
+
+def test_an_expired_key_is_nobody(store: VoteStore):
+    made = store.add_rater("late", key=KeySettings(("generate",), 3, 4), expires_at=10.0, now=0.0)
+    assert (made.rater.requests_per_minute, made.rater.tokens_per_day) == (3, 4)
+    assert store.reader.rater_of(made.token, now=9.0) == made.rater
+    assert store.reader.rater_of(made.token, now=10.0) is None
 
 
 def test_a_preference_between_two_answers_is_a_vote_with_the_ids_that_were_drawn(store: VoteStore, key: int):
@@ -154,7 +169,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_stored(
 
 
 def test_nobody_speaks_of_anothers_answers(store: VoteStore, key: int):
-    other = store.add_rater("thief", scopes=("feedback",)).rater.id
+    other = store.add_rater("thief", key=KeySettings(("feedback",))).rater.id
     answered(store, key, "chatcmpl-1", "Red.", episode="chat 7")
     answered(store, other, "chatcmpl-2", "Blue.")
     for metric, value, name, more in (

@@ -13,7 +13,7 @@ from tunesmith.base.core.errors import InputError
 from tunesmith.collect.web.settings import LOOPBACK, ServerSettings
 
 if TYPE_CHECKING:
-    from tunesmith.collect.store.records import CampaignSettings, NewItem
+    from tunesmith.collect.store.records import CampaignSettings, NewItem, Scope
     from tunesmith.collect.store.votes import VoteStore
     from tunesmith.collect.web.server import Opened
 
@@ -42,6 +42,14 @@ class ServeOptions:
     ] = None
     new_key: Annotated[
         str | None, flag("Print a new key of the API with this name, and end; no server may be running.", "NAME")
+    ] = None
+    scopes: Annotated[
+        str | None,
+        flag(
+            "With --new-key: what the key may do, generate and feedback by default, or admin for everything; joined by "
+            "commas.",
+            "SCOPES",
+        ),
     ] = None
     host: Annotated[str, flag("Address to listen on.", "HOST")] = "127.0.0.1"
     port: Annotated[int, flag("Port to listen on; 0 takes a free one.", "N")] = 8000
@@ -86,6 +94,8 @@ def serve(words: Sequence[str]) -> None:
         raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
     if options.raw and options.no_raw:
         raise InputError("--raw and --no-raw contradict each other; give one")
+    if options.scopes is not None and options.new_key is None:
+        raise InputError("--scopes is that of a new key; give --new-key NAME too")
     from tunesmith.collect.web import server
 
     items: Sequence[NewItem] = ()
@@ -108,7 +118,7 @@ def serve(words: Sequence[str]) -> None:
             _say_link("vote", server.admin_link(settings), "", output)
             return
         if options.new_key is not None:
-            key = server.new_key(settings, options.new_key, ("generate", "feedback"))
+            key = server.new_key(settings, options.new_key, _scopes(options.scopes or "generate,feedback"))
             output.say(f"key      {key}")
             output.finish({"key": key})
             return
@@ -126,6 +136,17 @@ def serve(words: Sequence[str]) -> None:
             fill=fill,
             announce=lambda opened: _say_vote(opened, settings.votes_path, output, has_api=bool(settings.openai)),
         )
+
+
+def _scopes(given: str) -> "tuple[Scope, ...]":
+    """The scopes of a key. Raises InputError."""
+    from tunesmith.collect.store.records import SCOPES
+
+    wanted: frozenset[object] = frozenset(given.split(","))
+    found = tuple(scope for scope in SCOPES if scope in wanted)
+    if len(found) != len(wanted):
+        raise InputError(f"--scopes is {given!r}; give some of {', '.join(SCOPES)}, joined by commas")
+    return found
 
 
 _FORMER_UNDO_S = 300.0

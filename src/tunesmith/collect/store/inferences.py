@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, insert, select, update
 
 from tunesmith.base.core.errors import UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.answers import answering_pair
 from tunesmith.collect.store.content import MAX_NAME, check_text, check_values, encode_json
 from tunesmith.collect.store.records import Candidate, Choice, Feedback, Inference, NewItem, StoredFeedback, Verdict
-from tunesmith.collect.store.tables import feedback, inference_choices, inferences, insert_rows, new_id
+from tunesmith.collect.store.tables import feedback, inference_choices, inferences, insert_rows, key_usage, new_id
 
 PREFERENCES: Mapping[str, Verdict] = {
     "better": "left",
@@ -30,6 +30,8 @@ PREFERENCES: Mapping[str, Verdict] = {
 
 EDITED = "edited by a person"
 """Source of an answer that a demonstration brought."""
+
+DAY_S = 24 * 3600
 
 _MAX_TAGS = 32
 
@@ -64,6 +66,21 @@ def record(connection: Connection, answered: Inference) -> None:
         for position, choice in enumerate(answered.choices)
     ]
     connection.execute(insert(inference_choices), rows)
+
+
+def charge(connection: Connection, rater_id: int, num_tokens: int, now: float) -> None:
+    """Add to the tokens that a key has used on the day (UTC) of `now`."""
+    table, day = key_usage, int(now // DAY_S)
+    of_it = table.c.rater_id == rater_id, table.c.day == day
+    values = {"num_tokens": table.c.num_tokens + num_tokens}
+    if not connection.execute(update(table).where(*of_it).values(**values)).rowcount:
+        connection.execute(insert(table).values(rater_id=rater_id, day=day, num_tokens=num_tokens))
+
+
+def tokens_of_day(connection: Connection, now: float) -> dict[int, int]:
+    """Tokens that each key has used on the day (UTC) of `now`, by its id."""
+    query = select(key_usage.c.rater_id, key_usage.c.num_tokens).where(key_usage.c.day == int(now // DAY_S))
+    return {row.rater_id: row.num_tokens for row in connection.execute(query)}
 
 
 def load(connection: Connection, name: str, rater_id: int | None = None) -> Inference | None:

@@ -71,9 +71,18 @@ class Campaign:
 
 
 @dataclass(frozen=True, slots=True)
+class KeySettings:
+    """What a key of the API may do, and its limits; None for none. A day is one of UTC."""
+
+    scopes: tuple[Scope, ...]
+    requests_per_minute: int | None = None
+    tokens_per_day: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Rater:
-    """A person or program that votes. `expires_at` and `disabled_at` are None where access does not end. `scopes` is
-    what a key of the API may do; None for people, who use the pages.
+    """A person or program that votes. `expires_at` and `disabled_at` are None where access does not end. The last three
+    are those of `KeySettings`; `scopes` is None for people, who use the pages.
     """
 
     id: int
@@ -84,6 +93,8 @@ class Rater:
     expires_at: float | None = None
     disabled_at: float | None = None
     scopes: tuple[Scope, ...] | None = None
+    requests_per_minute: int | None = None
+    tokens_per_day: int | None = None
 
     @property
     def is_admin(self) -> bool:

@@ -153,6 +153,9 @@ raters = Table(
     _time("disabled_at", nullable=True),
     # What a key of the API may do; null for people, who vote on the pages.
     Column("scopes_json", _Json, nullable=True),
+    # Limits of a key; null for none.
+    Column("requests_per_minute", Integer, nullable=True),
+    Column("tokens_per_day", _ID, nullable=True),
     CheckConstraint("role IN ('rater', 'admin')", name="role"),
     sqlite_autoincrement=True,
 )
@@ -311,6 +314,16 @@ feedback = Table(
     sqlite_autoincrement=True,
 )
 """What applications say of answers, append-only."""
+
+key_usage = Table(
+    "key_usage",
+    votes_metadata,
+    Column("rater_id", _ID, ForeignKey("raters.id"), primary_key=True),
+    # Days since the epoch (UTC).
+    Column("day", Integer, primary_key=True),
+    Column("num_tokens", _ID, nullable=False),
+)
+"""Tokens that each key read and drew, which outlive the answers."""
 
 commands = Table(
     "commands",

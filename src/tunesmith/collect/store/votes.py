@@ -27,13 +27,13 @@ from tunesmith.collect.store.records import (
     GivenVote,
     Imported,
     Inference,
+    KeySettings,
     NewItem,
     NewRater,
     Offer,
     PolicyVersion,
     Presentation,
     Role,
-    Scope,
     StoredFeedback,
     Verdict,
     VoteReceipt,
@@ -108,12 +108,13 @@ class VoteStore(Closeable):
         invited_by: int | None = None,
         expires_at: float | None = None,
         now: float | None = None,
-        scopes: tuple[Scope, ...] | None = None,
+        key: KeySettings | None = None,
     ) -> NewRater:
-        """A new rater and their access token, which is not stored; with `scopes` a key of the API. Raises StoreError if
-        the name is taken or empty.
+        """A new rater and their access token, which is not stored; with `key` one of the API.
+
+        Raises StoreError if the name is taken or empty.
         """
-        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, or_now(now), scopes)
+        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, or_now(now), key)
 
     def redeem(
         self, token: str, *, expires_at: float | None = None, name: str | None = None, now: float | None = None
@@ -264,6 +265,10 @@ class VoteStore(Closeable):
     def record(self, answered: Inference) -> None:
         """Store a request of the API and its answers."""
         self._write(inferences.record, answered)
+
+    def charge(self, rater_id: int, num_tokens: int, now: float | None = None) -> None:
+        """Count tokens that a key read and drew; see `VoteReader.tokens_of_day`."""
+        self._write(inferences.charge, rater_id, num_tokens, or_now(now))
 
     def give_feedback(
         self, campaign_id: int, said: Feedback, rater_id: int, now: float | None = None

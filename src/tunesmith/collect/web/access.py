@@ -7,7 +7,8 @@ from typing import Literal
 from starlette.routing import compile_path
 
 Access = Literal["public", "rater", "admin", "generate", "feedback"]
-"""`public` needs no login, `rater` any login of a person, `admin` that of an admin. The others are scopes of a key."""
+"""`public` needs no login. On pages, `rater` is any login of a person and `admin` that of an admin; on routes of the
+API it is a scope of a key."""
 
 API = "/api/v1"
 """Prefix of all routes that answer in JSON."""

@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunesmith.collect.store.records import Rater
-from tunesmith.collect.web.access import RouteTable, Rule
+from tunesmith.collect.web.access import RouteTable, Rule, is_api
 from tunesmith.collect.web.logins import Logins, RateLimits, bearer_of
 from tunesmith.collect.web.proxies import forwarded_host, names_of, root_of
 from tunesmith.collect.web.services import refusal, wants_page
@@ -181,7 +181,7 @@ class Guard:
 
 def _check_access(rule: Rule, caller: Rater) -> None:
     """Raise HTTPException 403 if the caller may not use this route."""
-    if rule.access in ("rater", "admin"):
+    if not is_api(rule.path):
         if caller.scopes is not None:
             raise HTTPException(403, "this is a key of the API; pages want the login of a person")
         if rule.access == "admin" and not caller.is_admin:

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,9 +15,9 @@ from starlette.concurrency import run_in_threadpool
 
 from tunesmith.collect.store.records import Feedback, Rater
 from tunesmith.collect.web.access import Rule
-from tunesmith.collect.web.api import openai
+from tunesmith.collect.web.api import keys, openai
 from tunesmith.collect.web.api.endpoint import Collected, Endpoint
-from tunesmith.collect.web.api.metrics import Metrics
+from tunesmith.collect.web.api.metrics import Metrics, Timer
 from tunesmith.collect.web.api.openai import ChatRequest, Json, RefusedError, Sampled, TextRequest
 from tunesmith.collect.web.arena import Contestant
 from tunesmith.collect.web.services import Caller, Services, ServicesOf, error_body
@@ -36,8 +37,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("POST",), TEXT, "generate", max_body=MAX_BODY),
     Rule(("POST",), GENERATE, "generate", max_body=MAX_BODY),
     Rule(("GET", "POST"), FEEDBACK, "feedback", max_body=MAX_BODY),
+    *keys.RULES,
 )
-"""Rules of this module's routes, for the guard's table."""
+"""Rules of the API, for the guard's table."""
 
 _MOST_FEEDBACK = 1000
 
@@ -88,9 +90,9 @@ class FeedbackRequest(BaseModel):
 
 
 def routers(endpoint: Endpoint) -> list[APIRouter]:
-    """The routers of models and metrics, of answers, and of feedback."""
+    """The routers of models and metrics, of answers, of feedback, and of keys."""
     metrics = Metrics(endpoint)
-    return [_models(endpoint, metrics), _answers(endpoint, metrics), _feedback(metrics)]
+    return [_models(endpoint, metrics), _answers(endpoint, metrics), _feedback(metrics), keys.router()]
 
 
 def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
@@ -125,7 +127,7 @@ def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
 
 
 def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
-    routes = APIRouter(tags=["API"])
+    routes = APIRouter(tags=["API"], dependencies=[Depends(keys.Limits().check)])
 
     @routes.post(CHAT)
     async def chat(request: HttpRequest, body: ChatRequest, caller: Caller, services: ServicesOf) -> Response:
@@ -229,11 +231,21 @@ class Answering:
     async def replies(self) -> AsyncGenerator[tuple[int, Json]]:
         """The number of a choice and a reply, as they come; each is collected."""
         with self._metrics.request() as timer:
-            async with aclosing(self._endpoint.draw(self.asked)) as replies:
+            async with self._charged(timer), aclosing(self._endpoint.draw(self.asked)) as replies:
                 async for place, reply in replies:
                     choice = self.collected.note(place, reply)
                     timer.note(reply)
                     yield choice, reply
+
+    @asynccontextmanager
+    async def _charged(self, timer: Timer) -> AsyncGenerator[None]:
+        """Charge the key with the tokens of this block, also if its client goes."""
+        try:
+            yield
+        finally:
+            charge = partial(self._services.votes.charge, self._caller.id, timer.num_tokens)
+            # Goes on when the waiting for it is cancelled.
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, charge))
 
     async def keep(self, id: str, groups: list[list[int]]) -> None:
         """Store the answers, so that feedback finds them: those of `groups` of requests, each under an id of its own.
