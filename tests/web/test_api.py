@@ -1,6 +1,7 @@
 """The OpenAI-compatible API by the client that OpenAI publishes, over a model that draws."""
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -206,6 +207,48 @@ def test_keys_are_made_and_ended_by_an_admins_key_while_the_server_runs(owner):
     assert ended.status == 401 and ended.json["error"]["code"] == "invalid_api_key"
     assert admin.send("DELETE", "/v1/keys/nobody").status == 404
     assert admin.send("DELETE", "/v1/keys/owner").status == 409
+
+
+def test_a_token_of_a_user_asks_and_judges_as_that_user_alone(owner):
+    server, token = owner
+    admin = Client(server.url, token)
+    app = Client(server.url, admin.send("POST", "/v1/keys", {"name": "app"}).json["key"])
+
+    def user(name, **more):
+        made = app.send("POST", "/v1/user_tokens", {"user": name, "expires_s": 600, **more})
+        assert made.status == 201, made.body
+        return Client(server.url, made.json["token"])
+
+    def ask(client, **more):
+        return client.send("POST", "/v1/chat/completions", {**OPTIONS, "logit_bias": LETTERS, "n": 2, **more})
+
+    ada, bob = user("ada"), user("bob", scopes=["feedback"])
+    hers = ask(ada).json["id"]
+    assert ask(ada, user="ada").status == 200
+    refused = ask(ada, user="bob")
+    assert refused.status == 403 and refused.json["error"]["param"] == "user"
+    assert ask(bob).status == 403  # may give feedback alone
+    his = ask(app, user="bob").json["id"]
+    better = {"metric_name": "preference", "value": {"better": 0, "worse": 1}}
+    worse = {"metric_name": "preference", "value": {"better": 1, "worse": 0}}
+    assert ada.send("POST", "/v1/feedback", {"inference_id": hers, **better}).status == 200
+    assert bob.send("POST", "/v1/feedback", {"inference_id": his, **worse}).status == 200
+    assert bob.send("POST", "/v1/feedback", {"inference_id": hers, **worse}).status == 404
+    (given,) = ada.send("GET", "/v1/feedback").json["data"]
+    assert (given["inference_id"], given["user"]) == (hers, "ada")
+    assert len(app.send("GET", "/v1/feedback").json["data"]) == 2
+    rows = [json.loads(row) for row in server.admin().send("GET", "/api/v1/export").body.decode().splitlines()]
+    assert rows[0]["chosen"] == rows[1]["rejected"] and rows[0]["rater"] != rows[1]["rater"]
+    for path in ("/metrics", "/v1/keys", "/vote"):
+        assert ada.send("GET", path).status == 403
+    assert ada.send("POST", "/v1/user_tokens", {"user": "bob"}).status == 403
+    assert app.send("POST", "/v1/user_tokens", {"user": "eve", "scopes": ["admin"]}).status == 400
+    content, _, signature = ada.token.removeprefix("ut-").partition(".")
+    forged = base64.urlsafe_b64encode(base64.urlsafe_b64decode(content).replace(b"ada", b"bob")).decode()
+    for wrong in (f"ut-{forged}.{signature}", f"ut-{content}", "ut-", "ut-\u00e9.x"):
+        assert Client(server.url, wrong).send("GET", "/v1/models").status == 401
+    assert admin.send("DELETE", "/v1/keys/app").status == 204
+    assert ada.send("GET", "/v1/models").status == 401
 
 
 def test_a_key_has_its_requests_of_a_minute_and_its_tokens_of_a_day_also_after_a_restart(owner):

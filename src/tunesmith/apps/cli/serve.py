@@ -142,8 +142,8 @@ def _scopes(given: str) -> "tuple[Scope, ...]":
     """The scopes of a key. Raises InputError."""
     from tunesmith.collect.store.records import SCOPES
 
-    wanted: frozenset[object] = frozenset(given.split(","))
-    found = tuple(scope for scope in SCOPES if scope in wanted)
+    wanted = given.split(",")
+    found: tuple[Scope, ...] = tuple(scope for scope in SCOPES if wanted.count(scope))
     if len(found) != len(wanted):
         raise InputError(f"--scopes is {given!r}; give some of {', '.join(SCOPES)}, joined by commas")
     return found

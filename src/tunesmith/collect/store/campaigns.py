@@ -142,6 +142,16 @@ def raters_named(connection: Connection, names: Sequence[str], now: float) -> di
     return found
 
 
+def rater_of_user(connection: Connection, key_id: int, user: str, now: float) -> int:
+    """Id of the rater for a user of a key, without access, created if missing; its name does not tell who it is."""
+    name = f"user {token_sha256(f'{key_id}:{user}')[:24]}"
+    found = connection.execute(select(tables.raters.c.id).where(tables.raters.c.name == name)).scalar()
+    if found is not None:
+        return int(found)
+    values = {"name": name, "role": "rater", "invited_by": key_id, "created_at": now}
+    return new_id(connection.execute(insert(tables.raters).values(**values)))
+
+
 def all_raters(connection: Connection) -> list[Rater]:
     """All raters, oldest first."""
     return [_rater(row) for row in connection.execute(select(tables.raters).order_by(tables.raters.c.id))]

@@ -112,6 +112,13 @@ class Rater:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyUser(Rater):
+    """A user of a key of the API, who sends a token that the key has signed for them: `id` is that of the key."""
+
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class NewRater:
     """A rater and their access token, of which the store keeps only the SHA-256."""
 
@@ -329,10 +336,15 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFeedback(Feedback):
-    """Feedback in the store: `name` is the id that the client got; a higher `revision` replaces a lower one."""
+    """Feedback in the store: `name` is the id that the client got; a higher `revision` replaces a lower one.
+
+    It was said by the key `key_id`, for its `user`; `rater_id` is whose vote it is.
+    """
 
     id: int
     name: str
+    key_id: int
+    user: str
     rater_id: int
     revision: int
     created_at: float

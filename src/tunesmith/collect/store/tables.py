@@ -302,6 +302,10 @@ feedback = Table(
     _reference("inference_id", "inferences.id", nullable=True),
     Column("episode", String(200), nullable=False),
     Column("choice", Integer, nullable=False),
+    # The key that said it, and the user of the key for whom; empty if it spoke for itself.
+    _reference("key_id", "raters.id"),
+    Column("user", String(200), nullable=False),
+    # Whose vote it becomes: the key, or its user.
     _reference("rater_id", "raters.id"),
     Column("metric", String(200), nullable=False),
     # Null withdraws what was said before.
@@ -311,6 +315,7 @@ feedback = Table(
     Column("revision", Integer, nullable=False),
     _time("created_at"),
     UniqueConstraint("inference_id", "episode", "choice", "rater_id", "metric", "revision"),
+    Index("ix_feedback_user", "key_id", "user"),
     sqlite_autoincrement=True,
 )
 """What applications say of answers, append-only."""

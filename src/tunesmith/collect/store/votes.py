@@ -271,17 +271,17 @@ class VoteStore(Closeable):
         self._write(inferences.charge, rater_id, num_tokens, or_now(now))
 
     def give_feedback(
-        self, campaign_id: int, said: Feedback, rater_id: int, now: float | None = None
+        self, campaign_id: int, said: Feedback, speaker: inferences.Speaker, now: float | None = None
     ) -> StoredFeedback:
-        """Store what the key `rater_id` says of one of its answers, and the vote that it makes; the same again returns
-        the first.
+        """Store what a key, or a user of it, says of one of their answers, and the vote that it makes; the same again
+        returns the first.
 
         Raises:
-            UnknownPresentationError: there is no such answer or conversation of this key.
+            UnknownPresentationError: the speaker has no such answer or conversation.
             VoteError, VoteConflictError, DataError: the value does not fit, or the vote cannot be stored.
         """
         moment = or_now(now)
-        return self._writer.do(lambda c: inferences.give(c, self._rng, campaign_id, said, rater_id, moment))
+        return self._writer.do(lambda c: inferences.give(c, self._rng, campaign_id, said, speaker, moment))
 
     def command(self, kind: CommandKind, argument: str, rater_id: int, now: float | None = None) -> int:
         """Id of a new command for the trainer."""

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tunesmith.collect.store.records import Rater
+from tunesmith.collect.store.records import KeyUser, Rater
 from tunesmith.collect.web.access import RouteTable, Rule, is_api
 from tunesmith.collect.web.logins import Logins, RateLimits, bearer_of
 from tunesmith.collect.web.proxies import forwarded_host, names_of, root_of
@@ -98,7 +98,8 @@ class Guard:
         caller: Rater | None = None
         if rule is None or rule.access != "public":
             caller = request.scope["user"] = await self._identify(request)
-            wait_s = self._rates.take(str(caller.id))
+            # A user of a key does not take the turns of the others.
+            wait_s = self._rates.take(f"{caller.id} {caller.user}" if isinstance(caller, KeyUser) else str(caller.id))
             if wait_s:
                 raise _too_many(wait_s)
         if rule is None:
@@ -186,6 +187,9 @@ def _check_access(rule: Rule, caller: Rater) -> None:
             raise HTTPException(403, "this is a key of the API; pages want the login of a person")
         if rule.access == "admin" and not caller.is_admin:
             raise HTTPException(403, "only an admin may do this")
+    elif rule.access == "key" and caller.scopes is not None:
+        if isinstance(caller, KeyUser):
+            raise HTTPException(403, "this needs a key of the API, and this is a token of a user of one")
     elif rule.access not in (caller.scopes or ()) and "admin" not in (caller.scopes or ()):
         known = "the login of a person" if caller.scopes is None else f"a key for {', '.join(caller.scopes)}"
         raise HTTPException(403, f"this needs a key of the API with the scope {rule.access}, and this is {known}")

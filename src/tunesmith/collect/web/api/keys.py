@@ -1,24 +1,26 @@
-"""Keys of the API: their routes for admins, and their limits."""
+"""Keys of the API: their routes for admins, their limits, and tokens for their users."""
 
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.concurrency import run_in_threadpool
 
+from tunesmith.collect.store.content import check_values
 from tunesmith.collect.store.inferences import DAY_S
-from tunesmith.collect.store.records import KeySettings, Rater, Scope
+from tunesmith.collect.store.records import KeySettings, KeyUser, Rater, Scope
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api.openai import Json, RefusedError
 from tunesmith.collect.web.logins import RateLimits
 from tunesmith.collect.web.services import Caller, Services, ServicesOf
 
-KEYS = "/v1/keys"
+KEYS, USER_TOKENS = "/v1/keys", "/v1/user_tokens"
 
 RULES: tuple[Rule, ...] = (
     Rule(("GET", "POST"), KEYS, "admin"),
     Rule(("DELETE",), f"{KEYS}/{{name}}", "admin"),
+    Rule(("POST",), USER_TOKENS, "key"),
 )
 
 _MOST = 2**53
@@ -34,6 +36,34 @@ class KeyRequest(BaseModel):
     expires_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
     requests_per_minute: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     tokens_per_day: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+
+
+class UserTokenRequest(BaseModel):
+    """A token that is wanted for a user of the key."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    user: Annotated[str, Field(min_length=1, max_length=200)]
+    expires_s: Annotated[int, Field(ge=1, le=30 * DAY_S)] = 3600
+    scopes: Annotated[tuple[Literal["generate", "feedback"], ...], Field(min_length=1)] = ("generate", "feedback")
+
+    @field_validator("user")
+    @classmethod
+    def check_user(cls, given: str) -> str:
+        """Refuse what no database can hold."""
+        check_values(given, "the user")  # a ValueError
+        return given
+
+
+def user_for(caller: Rater, given: str | None) -> str:
+    """Whom a request is for: that of the caller's token if it is one, else the one whom a key names. Raises
+    RefusedError if a token's request names another one.
+    """
+    if not isinstance(caller, KeyUser):
+        return given or ""
+    if given not in (None, "", caller.user):
+        raise RefusedError(403, "user is another one than that of the token; leave it out", param="user")
+    return caller.user
 
 
 class Limits:
@@ -64,7 +94,7 @@ def _used_up(detail: str, wait_s: int) -> RefusedError:
 
 
 def router() -> APIRouter:
-    """The routes of keys."""
+    """The routes of keys, and of tokens for their users."""
     routes = APIRouter(tags=["API"])
 
     @routes.get(KEYS)
@@ -95,6 +125,16 @@ def router() -> APIRouter:
             raise RefusedError(409, "this is your own key; end it with another one")
         services.votes.disable_rater(found.id)
         services.logins.forget()
+
+    @routes.post(USER_TOKENS, status_code=201)
+    def sign(body: UserTokenRequest, caller: Caller, services: ServicesOf) -> Json:
+        """A token for one user of the key, for a browser: it asks and gives feedback as that user alone."""
+        scopes = caller.scopes or ()
+        if "admin" not in scopes and not set(body.scopes) <= set(scopes):
+            raise RefusedError(403, f"this key is for {', '.join(scopes)}; its users may do no more", param="scopes")
+        expires_at = int(time.time()) + body.expires_s
+        token = services.logins.sessions.sign_user(caller, body.user, body.scopes, expires_at)
+        return {"token": token, "user": body.user, "scopes": body.scopes, "expires_at": expires_at}
 
     return routes
 

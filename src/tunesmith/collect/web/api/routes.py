@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from tunesmith.collect.store.records import Feedback, Rater
+from tunesmith.collect.store.inferences import Speaker
+from tunesmith.collect.store.records import Feedback, KeyUser, Rater
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api import keys, openai
 from tunesmith.collect.web.api.endpoint import Collected, Endpoint
@@ -30,7 +31,7 @@ FEEDBACK = "/v1/feedback"
 
 RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/health", "public"),
-    Rule(("GET",), "/metrics", "generate"),
+    Rule(("GET",), "/metrics", "key"),
     Rule(("GET",), "/v1/models", "generate"),
     Rule(("GET",), "/v1/models/{name:path}", "generate"),
     Rule(("POST",), CHAT, "generate", max_body=MAX_BODY),
@@ -170,7 +171,7 @@ def _feedback(metrics: Metrics) -> APIRouter:
         """Say what an answer is worth. The response is sent when it is on disk; a repeat changes nothing, and null
         withdraws what was said of the same metric.
         """
-        stored = services.votes.give_feedback(services.campaign().id, body.as_feedback(), caller.id)
+        stored = services.votes.give_feedback(services.campaign().id, body.as_feedback(), _speaker(caller))
         metrics.feedback(stored)
         return {"feedback_id": stored.name, "revision": stored.revision, "is_repeat": stored.is_repeat}
 
@@ -178,8 +179,8 @@ def _feedback(metrics: Metrics) -> APIRouter:
     def given(
         caller: Caller, services: ServicesOf, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: int = 100
     ) -> Json:
-        """Feedback of the caller's key in the order in which it came, with ids above `after`."""
-        limit = min(max(limit, 1), _MOST_FEEDBACK)
+        """Feedback of the caller's key, or of a user of it, in the order in which it came, with ids above `after`."""
+        limit, speaker = min(max(limit, 1), _MOST_FEEDBACK), _speaker(caller)
         found = services.votes.reader.feedback_after(after, limit)
         shown = [
             {
@@ -191,15 +192,20 @@ def _feedback(metrics: Metrics) -> APIRouter:
                 "metric_name": one.metric,
                 "value": one.value,
                 "tags": one.tags,
+                "user": one.user or None,
                 "revision": one.revision,
                 "created_at": one.created_at,
             }
             for one in found
-            if one.rater_id == caller.id
+            if one.key_id == speaker.key_id and speaker.user in (None, one.user)
         ]
         return {"data": shown, "after": found[-1].id if found else after, "has_more": len(found) == limit}
 
     return routes
+
+
+def _speaker(caller: Rater) -> Speaker:
+    return Speaker(caller.id, caller.user if isinstance(caller, KeyUser) else None)
 
 
 class Answering:
@@ -227,6 +233,7 @@ class Answering:
         self._metrics = metrics
         self._services = services
         self._caller = caller
+        self._user = keys.user_for(caller, body.user)
 
     async def replies(self) -> AsyncGenerator[tuple[int, Json]]:
         """The number of a choice and a reply, as they come; each is collected."""
@@ -261,7 +268,7 @@ class Answering:
                 rater_id=self._caller.id,
                 model=self.model,
                 options=options,
-                user=self.body.user or "",
+                user=self._user,
                 episode=self.body.episode_id or "",
                 created_at=time.time(),
             )

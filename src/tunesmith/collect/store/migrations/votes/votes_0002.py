@@ -71,6 +71,8 @@ def _add_feedback() -> None:
         sa.Column("inference_id", _ID, nullable=True),
         sa.Column("episode", sa.String(200), nullable=False),
         sa.Column("choice", sa.Integer, nullable=False),
+        sa.Column("key_id", _ID, nullable=False),
+        sa.Column("user", sa.String(200), nullable=False),
         sa.Column("rater_id", _ID, nullable=False),
         sa.Column("metric", sa.String(200), nullable=False),
         sa.Column("value_json", sa.Text, nullable=True),
@@ -89,6 +91,8 @@ def _add_feedback() -> None:
             name="uq_feedback_inference_id_episode_choice_rater_id_metric_revision",
         ),
         sa.ForeignKeyConstraint(["inference_id"], ["inferences.id"], name="fk_feedback_inference_id"),
+        sa.ForeignKeyConstraint(["key_id"], ["raters.id"], name="fk_feedback_key_id"),
         sa.ForeignKeyConstraint(["rater_id"], ["raters.id"], name="fk_feedback_rater_id"),
         sqlite_autoincrement=True,
     )
+    op.create_index("ix_feedback_user", "feedback", ["key_id", "user"])
