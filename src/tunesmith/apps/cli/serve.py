@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 from tunesmith.apps.cli.options import Positional, UseAppendAction, check_ranges, flag, parse
 from tunesmith.apps.cli.output import Output, reporting
@@ -56,6 +57,10 @@ class ServeOptions:
     login: Annotated[bool, flag("Allow other machines; everybody logs in with a token.")] = False
     allow_host: Annotated[
         UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", "NAME")
+    ] = ()
+    allow_origin: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        flag("Pages of another server that may ask the API, such as https://app.example; repeatable.", "ORIGIN"),
     ] = ()
     root_path: Annotated[
         str, flag("Path prefix below which a proxy serves the pages, if it does not say so itself.", "PREFIX")
@@ -112,6 +117,7 @@ def serve(words: Sequence[str]) -> None:
         options.forwarded_allow_ips,
         has_arena=True,
         openai=options.openai or "",
+        origins=_origins(options),
     )
     with reporting(as_json=options.json) as output:
         if options.new_admin_link:
@@ -136,6 +142,20 @@ def serve(words: Sequence[str]) -> None:
             fill=fill,
             announce=lambda opened: _say_vote(opened, settings.votes_path, output, has_api=bool(settings.openai)),
         )
+
+
+def _origins(options: ServeOptions) -> tuple[str, ...]:
+    """The pages that may ask the API. Raises InputError."""
+    for origin in options.allow_origin:
+        parts = urlsplit(origin)
+        if parts.scheme not in ("http", "https") or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}":
+            raise InputError(
+                f"--allow-origin is {origin}; give scheme and host of the page, and its port if it has one, such as "
+                "https://app.example"
+            )
+    if options.allow_origin and not options.openai:
+        raise InputError("--allow-origin is for pages that ask the API; give --openai MODEL too")
+    return tuple(origin.lower() for origin in options.allow_origin)
 
 
 def _scopes(given: str) -> "tuple[Scope, ...]":

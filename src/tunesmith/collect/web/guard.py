@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +22,7 @@ from tunesmith.collect.web.access import RouteTable, Rule, is_api
 from tunesmith.collect.web.logins import Logins, RateLimits, bearer_of
 from tunesmith.collect.web.proxies import forwarded_host, names_of, root_of
 from tunesmith.collect.web.services import refusal, wants_page
-from tunesmith.collect.web.settings import Limits
+from tunesmith.collect.web.settings import ServerSettings
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -49,19 +50,35 @@ _CLOSE_CONNECTION = {"connection": "close"}
 _BRACKET_OR_TEXT = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
-class Guard:
-    """ASGI middleware with the checks listed above. `hosts` are further names of this server."""
+class ApiOrigins:
+    """ASGI middleware that tells browsers which pages of other servers may ask the API: those of `origins`, with a key
+    or token in the request, never with a cookie. Other routes are left alone.
+    """
 
-    def __init__(
-        self, app: ASGIApp, table: RouteTable, logins: Logins, limits: Limits, hosts: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
         self._app = app
+        self._shared = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",)
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it if a browser asks beforehand whether it may be sent."""
+        is_shared = scope["type"] == "http" and is_api(scope["path"])
+        await (self._shared if is_shared else self._app)(scope, receive, send)
+
+
+class Guard:
+    """ASGI middleware with the checks listed above, by the limits, names and origins of `settings`."""
+
+    def __init__(self, app: ASGIApp, table: RouteTable, logins: Logins, settings: ServerSettings) -> None:
+        self._app = app
+        self._origins = settings.origins
         self._table = table
         self._logins = logins
-        self._limits = limits
-        self._places = frozenset(host.lower() for host in hosts)
+        self._limits = settings.limits
+        self._places = frozenset(host.lower() for host in settings.hosts)
         self._hosts = frozenset({*_LOCAL_NAMES, *(_name(place) for place in self._places)})
-        self._rates = RateLimits(limits.rate_per_s, limits.burst)
+        self._rates = RateLimits(self._limits.rate_per_s, self._limits.burst)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it. The rater who sent it is `request.user`."""
@@ -92,7 +109,9 @@ class Guard:
     async def _admit(self, request: Request, rule: Rule | None) -> bytes:
         """The checked body for the route. Raises HTTPException if the request is denied."""
         self._check_host(request)
-        _check_origin(request, self._logins.sessions.cookie, self._places)
+        is_shared = is_api(request.scope["path"]) and request.headers.get("origin") in self._origins
+        if not is_shared or len(request.headers.getlist("origin")) > 1:
+            _check_origin(request, self._logins.sessions.cookie, self._places)
         if rule is None and wants_page(request):
             raise self._not_found(request.scope["path"])
         caller: Rater | None = None
