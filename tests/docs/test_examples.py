@@ -1,17 +1,26 @@
 """What README and docs print works: Python blocks run, commands exist with their flags, dry runs succeed."""
 
 import io
+import os
 import re
-from contextlib import redirect_stdout, suppress
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 from pages import PAGES, ROOT, Block, all_blocks, blocks
+from server_parts import Server
 from tunesmith.apps.cli.main import main
 from tunesmith.base.config.keys import leaves
 from tunesmith.base.config.schema import RECIPES
+
+API = ROOT / "docs" / "api.md"
+PROGRAMS = {"sh": ("bash", "-euo", "pipefail"), "typescript": ("node", "--input-type=module")}
+"""What runs a block from its stdin. The TypeScript of the pages has no types of its own, so it is JavaScript too."""
 
 NESTED = {"train", "recipes", "runs", "eval", "votes", "convert"}
 COMMANDS = [(block.where, words) for block in all_blocks("console") for words in block.commands()]
@@ -52,10 +61,40 @@ def runnable(page: Path) -> list[Block]:
     return [block for block in blocks(page) if block.language == "python" and block.kind not in ("file", "not run")]
 
 
+@contextmanager
+def serving(page: Path, folder: Path, model: str) -> Iterator[None]:
+    """With the server of the page of the API, in the variables that its blocks read; nothing for another page."""
+    if page != API:
+        yield
+        return
+    server = Server(folder / "app", ("--openai", model)).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_BASE_URL", server.facts["api"])
+        patch.setenv("OPENAI_API_KEY", server.facts["key"])
+        try:
+            yield
+        finally:
+            server.kill()
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=page_id)
 def test_python_blocks_run_in_the_order_of_their_page(page: Path, in_folder: Path):
     write_files(page, in_folder)
-    execute([block.replaced() for block in runnable(page)])
+    with serving(page, in_folder, "tiny:llama"):
+        execute([block.replaced() for block in runnable(page)])
+
+
+def test_the_api_answers_the_shell_and_typescript_of_its_page(in_folder: Path):
+    found = [block for block in blocks(API) if block.language in PROGRAMS]
+    assert {block.language for block in found} == set(PROGRAMS)
+    with serving(API, in_folder, "tiny:llama"):
+        for block in found:
+            program = PROGRAMS[block.language]
+            if shutil.which(program[0]) is None and "CI" not in os.environ:
+                continue
+            done = subprocess.run(program, input=block.text, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 0, f"{block.where}: {done.stderr}"
+            assert done.stdout.strip()
 
 
 @pytest.mark.slow
@@ -64,7 +103,8 @@ def test_python_blocks_run_in_the_order_of_their_page(page: Path, in_folder: Pat
 )
 def test_python_blocks_run_exactly_as_printed(page: Path, in_folder: Path):
     write_files(page, in_folder)
-    execute(runnable(page))
+    with serving(page, in_folder, "smollm2"):
+        execute(runnable(page))
 
 
 @lru_cache

@@ -7,8 +7,8 @@ import pytest
 
 from tunesmith.base.core.errors import DataError, StoreError, UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
-from tunesmith.collect.store.inferences import EDITED
-from tunesmith.collect.store.records import CampaignSettings, Choice, Feedback, Inference
+from tunesmith.collect.store.inferences import EDITED, Speaker
+from tunesmith.collect.store.records import CampaignSettings, Choice, Feedback, Inference, KeySettings
 from tunesmith.collect.store.votes import VoteStore
 
 PROMPT: Text = ({"role": "user", "content": "Name a colour."},)
@@ -23,14 +23,14 @@ def store(tmp_path: Path) -> Iterator[VoteStore]:
 
 @pytest.fixture
 def key(store: VoteStore) -> int:
-    return store.add_rater("app", scopes=("generate", "feedback")).rater.id
+    return store.add_rater("app", key=KeySettings(("generate", "feedback"))).rater.id
 
 
 def choice(text: str, version: int = 3) -> Choice:
     return Choice(text, (5, 6), (-0.5, -1.0), (-0.4, -0.9), "stop", version, f"v{version}")
 
 
-def answered(store: VoteStore, key: int, name: str, *texts: str, prompt: Text = PROMPT, episode: str = "") -> Inference:
+def answered(store: VoteStore, key: int, name: str, *texts: str, prompt: Text = PROMPT, **more: str) -> Inference:
     one = Inference(
         name=name,
         rater_id=key,
@@ -39,9 +39,8 @@ def answered(store: VoteStore, key: int, name: str, *texts: str, prompt: Text = 
         prompt_ids=(1, 2, 3),
         choices=tuple(choice(text) for text in texts),
         options={"temperature": 0.7},
-        user="u1",
-        episode=episode,
         created_at=100.0,
+        **more,
     )
     store.record(one)
     return one
@@ -49,7 +48,7 @@ def answered(store: VoteStore, key: int, name: str, *texts: str, prompt: Text = 
 
 def say(store: VoteStore, key: int, metric: str, value: object, name: str = "", **more: object):
     said = Feedback(metric=metric, value=value, inference=name, **more)  # type: ignore[arg-type]
-    return store.give_feedback(1, said, key)
+    return store.give_feedback(1, said, Speaker(key))
 
 
 def test_an_answer_is_kept_whole_under_the_id_of_the_client(store: VoteStore, key: int):
@@ -59,11 +58,49 @@ def test_an_answer_is_kept_whole_under_the_id_of_the_client(store: VoteStore, ke
 
 
 def test_a_key_is_no_login_and_has_known_scopes(store: VoteStore, key: int):
-    made = store.add_rater("other", scopes=("generate",))
+    made = store.add_rater("other", key=KeySettings(("generate",)))
     assert made.token.startswith("sk-") and made.rater.scopes == ("generate",)
     assert store.reader.rater_of(made.token) == made.rater
     with pytest.raises(StoreError, match="scopes"):
-        store.add_rater("third", scopes=("everything",))  # type: ignore[arg-type]
+        store.add_rater("third", key=KeySettings(("everything",)))  # type: ignore[arg-type]
+
+
+def test_users_of_one_key_are_raters_of_their_own_and_may_judge_the_same_pair(store: VoteStore, key: int):
+    for name, user in (("chatcmpl-1", "ada"), ("chatcmpl-2", "bob"), ("chatcmpl-3", "ada")):
+        answered(store, key, name, "Red.", "Blue.", user=user, episode=f"talk {user}")
+    say(store, key, "preference", {"better": 0, "worse": 1}, "chatcmpl-1")
+    say(store, key, "preference", {"better": 1, "worse": 0}, "chatcmpl-2")
+    votes = store.reader.votes_after(0)
+    assert [vote.chosen.text for vote in votes] == ["Red.", "Blue."]
+    assert len({vote.rater for vote in votes}) == 2 and len({vote.item_id for vote in votes}) == 1
+    assert not any(name in vote.rater for vote in votes for name in ("ada", "bob", "app"))
+    say(store, key, "preference", {"better": 1, "worse": 0}, "chatcmpl-3")  # the first of them says otherwise
+    now = {vote.rater: vote.chosen.text for vote in store.reader.votes_after(0)}
+    assert now == {votes[0].rater: "Blue.", votes[1].rater: "Blue."}
+    bob = Speaker(key, "bob")
+    for said in (
+        Feedback(metric="thumbs", value=True, inference="chatcmpl-1"),
+        Feedback(metric="thumbs", value=True, episode="talk ada"),
+        Feedback(metric="preference", value={"better": "chatcmpl-2", "worse": "chatcmpl-3#1"}),
+    ):
+        with pytest.raises(UnknownPresentationError):
+            store.give_feedback(1, said, bob)
+    assert store.give_feedback(1, Feedback(metric="thumbs", value=True, inference="chatcmpl-2"), bob).user == "bob"
+
+
+def test_tokens_of_a_key_are_those_of_a_day(store: VoteStore, key: int):
+    day_s = 24 * 3600
+    store.charge(key, 5, now=3 * day_s)
+    store.charge(key, 7, now=4 * day_s - 1)
+    store.charge(key, 1, now=4 * day_s)
+    assert [store.reader.tokens_of_day(now=day * day_s) for day in (2, 3, 4)] == [{}, {key: 12}, {key: 1}]
+
+
+def test_an_expired_key_is_nobody(store: VoteStore):
+    made = store.add_rater("late", key=KeySettings(("generate",), 3, 4), expires_at=10.0, now=0.0)
+    assert (made.rater.requests_per_minute, made.rater.tokens_per_day) == (3, 4)
+    assert store.reader.rater_of(made.token, now=9.0) == made.rater
+    assert store.reader.rater_of(made.token, now=10.0) is None
 
 
 def test_a_preference_between_two_answers_is_a_vote_with_the_ids_that_were_drawn(store: VoteStore, key: int):
@@ -154,7 +191,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_stored(
 
 
 def test_nobody_speaks_of_anothers_answers(store: VoteStore, key: int):
-    other = store.add_rater("thief", scopes=("feedback",)).rater.id
+    other = store.add_rater("thief", key=KeySettings(("feedback",))).rater.id
     answered(store, key, "chatcmpl-1", "Red.", episode="chat 7")
     answered(store, other, "chatcmpl-2", "Blue.")
     for metric, value, name, more in (

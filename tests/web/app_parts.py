@@ -62,9 +62,9 @@ def make_run(path: Path, recipe: str = "algorithm: ppo\nmodel:\n  name: smollm2\
 
 
 @contextmanager
-def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = ()) -> Iterator[Parts]:
+def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = (), origins=()) -> Iterator[Parts]:
     """The app over a fresh folder with one run, and one that waits; a rater, and an admin in a conversation."""
-    settings = ServerSettings(folder, hosts=hosts, limits=limits)
+    settings = ServerSettings(folder, hosts=hosts, limits=limits, origins=origins)
     make_run(folder / "runs" / RUN)
     with (
         VoteStore.open(settings.votes_path) as store,

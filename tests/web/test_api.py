@@ -1,6 +1,7 @@
 """The OpenAI-compatible API by the client that OpenAI publishes, over a model that draws."""
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from arena_parts import make_loop
 from server_parts import Client, Server
+from tunesmith.collect.store.records import KeySettings
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.api.openai import RefusedError, message_of
@@ -167,6 +169,115 @@ def test_keys_are_for_the_api_and_logins_for_the_pages(served, key, admin):
     assert Client(served.url).send("GET", "/health").json == {"status": "ok"}
     for path in ("/api/v1/next", "/vote", "/api/v1/stats"):
         assert key.send("GET", path).status == 403
+
+
+def test_one_version_answers_a_comparison_twice_and_not_the_same(client):
+    both = client.chat.completions.create(**OPTIONS, extra_body={"compare": 2})
+    assert [choice.index for choice in both.choices] == [0, 1]
+    assert both.choices[0].message.content != both.choices[1].message.content
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """A server of its own with the key of an admin, which was made before."""
+    folder = tmp_path / "live"
+    with VoteStore.open(folder / "votes.db") as store:
+        token = store.add_rater("owner", key=KeySettings(("admin",))).token
+    server = Server(folder, ("--openai", "tiny:llama")).start()
+    yield server, token
+    server.kill()
+
+
+def test_keys_are_made_and_ended_by_an_admins_key_while_the_server_runs(owner):
+    server, token = owner
+    admin = Client(server.url, token)
+    made = admin.send("POST", "/v1/keys", {"name": "app", "scopes": ["generate"], "expires_days": 2})
+    assert made.status == 201 and made.json["key"].startswith("sk-")
+    app = Client(server.url, made.json["key"])
+    assert app.send("GET", "/v1/models").status == 200
+    assert app.send("GET", "/v1/keys").status == 403 and app.send("GET", "/v1/feedback").status == 403
+    assert server.admin().send("GET", "/v1/keys").status == 403  # a login of the pages is no key
+    assert admin.send("POST", "/v1/keys", {"name": "APP"}).status == 409
+    assert admin.send("POST", "/v1/keys", {"name": "x", "scopes": ["all"]}).status == 400
+    shown = admin.send("GET", "/v1/keys")
+    assert [one["name"] for one in shown.json["data"]] == ["owner", "app"]
+    assert made.json["key"].encode() not in shown.body
+    assert made.json["key"].encode() not in b"".join(file.read_bytes() for file in server.folder.glob("votes.db*"))
+    assert admin.send("DELETE", "/v1/keys/app").status == 204
+    ended = app.send("GET", "/v1/models")
+    assert ended.status == 401 and ended.json["error"]["code"] == "invalid_api_key"
+    assert admin.send("DELETE", "/v1/keys/nobody").status == 404
+    assert admin.send("DELETE", "/v1/keys/owner").status == 409
+
+
+def test_a_token_of_a_user_asks_and_judges_as_that_user_alone(owner):
+    server, token = owner
+    admin = Client(server.url, token)
+    app = Client(server.url, admin.send("POST", "/v1/keys", {"name": "app"}).json["key"])
+
+    def user(name, **more):
+        made = app.send("POST", "/v1/user_tokens", {"user": name, "expires_s": 600, **more})
+        assert made.status == 201, made.body
+        return Client(server.url, made.json["token"])
+
+    def ask(client, **more):
+        return client.send("POST", "/v1/chat/completions", {**OPTIONS, "logit_bias": LETTERS, "n": 2, **more})
+
+    ada, bob = user("ada"), user("bob", scopes=["feedback"])
+    hers = ask(ada).json["id"]
+    assert ask(ada, user="ada").status == 200
+    refused = ask(ada, user="bob")
+    assert refused.status == 403 and refused.json["error"]["param"] == "user"
+    assert ask(bob).status == 403  # may give feedback alone
+    his = ask(app, user="bob").json["id"]
+    better = {"metric_name": "preference", "value": {"better": 0, "worse": 1}}
+    worse = {"metric_name": "preference", "value": {"better": 1, "worse": 0}}
+    assert ada.send("POST", "/v1/feedback", {"inference_id": hers, **better}).status == 200
+    assert bob.send("POST", "/v1/feedback", {"inference_id": his, **worse}).status == 200
+    assert bob.send("POST", "/v1/feedback", {"inference_id": hers, **worse}).status == 404
+    (given,) = ada.send("GET", "/v1/feedback").json["data"]
+    assert (given["inference_id"], given["user"]) == (hers, "ada")
+    assert len(app.send("GET", "/v1/feedback").json["data"]) == 2
+    rows = [json.loads(row) for row in server.admin().send("GET", "/api/v1/export").body.decode().splitlines()]
+    assert rows[0]["chosen"] == rows[1]["rejected"] and rows[0]["rater"] != rows[1]["rater"]
+    for path in ("/metrics", "/v1/keys", "/vote"):
+        assert ada.send("GET", path).status == 403
+    assert ada.send("POST", "/v1/user_tokens", {"user": "bob"}).status == 403
+    assert app.send("POST", "/v1/user_tokens", {"user": "eve", "scopes": ["admin"]}).status == 400
+    content, _, signature = ada.token.removeprefix("ut-").partition(".")
+    forged = base64.urlsafe_b64encode(base64.urlsafe_b64decode(content).replace(b"ada", b"bob")).decode()
+    for wrong in (f"ut-{forged}.{signature}", f"ut-{content}", "ut-", "ut-\u00e9.x"):
+        assert Client(server.url, wrong).send("GET", "/v1/models").status == 401
+    assert admin.send("DELETE", "/v1/keys/app").status == 204
+    assert ada.send("GET", "/v1/models").status == 401
+
+
+def test_a_key_has_its_requests_of_a_minute_and_its_tokens_of_a_day_also_after_a_restart(owner):
+    server, token = owner
+    admin = Client(server.url, token)
+
+    def make(name, **limits):
+        return Client(server.url, admin.send("POST", "/v1/keys", {"name": name, **limits}).json["key"])
+
+    def ask(client):
+        return client.send("POST", "/v1/chat/completions", OPTIONS)
+
+    often = make("often", requests_per_minute=2)
+    asked = [ask(often) for _ in range(3)]
+    assert [one.status for one in asked] == [200, 200, 429]
+    assert 0 < int(asked[-1].headers["retry-after"]) <= 30 and "2 times a minute" in asked[-1].json["error"]["message"]
+    assert often.send("GET", "/v1/models").status == 200
+    much = make("much", tokens_per_day=1)
+    first = ask(much)
+    assert first.status == 200
+    (shown,) = [one for one in admin.send("GET", "/v1/keys").json["data"] if one["name"] == "much"]
+    assert shown["tokens_today"] == first.json["usage"]["total_tokens"]
+    server.stop()
+    server.start()
+    refused = ask(much)
+    assert refused.status == 429 and refused.json["error"]["code"] == "rate_limit_exceeded"
+    assert 0 < int(refused.headers["retry-after"]) <= 24 * 3600
+    assert ask(admin).status == 200
 
 
 def test_feedback_is_stored_with_what_was_drawn(client, key, admin):

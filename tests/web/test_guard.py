@@ -9,7 +9,7 @@ from fastapi.routing import iter_route_contexts
 from starlette.websockets import WebSocketDisconnect
 
 from app_parts import JOB_ID, RUN_ID, TALK_ID, URL, app_in
-from tunesmith.collect.store.records import Candidate, NewItem
+from tunesmith.collect.store.records import Candidate, KeySettings, NewItem
 from tunesmith.collect.web import logins
 from tunesmith.collect.web.access import API, RouteTable, Rule, is_api
 from tunesmith.collect.web.settings import Limits
@@ -158,6 +158,34 @@ def test_a_foreign_origin_is_refused_whatever_it_asks(parts, origin):
         assert answer.status_code == 403 and "another server" in answer.json()["detail"], (method, path)
     site = client.get(f"{API}/next", headers={"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"})
     assert site.status_code == 403
+
+
+def test_pages_of_listed_origins_may_ask_the_api_alone(tmp_path):
+    listed, asks = "https://app.example", {"Access-Control-Request-Method": "POST"}
+    with app_in(tmp_path, origins=(listed,)) as made:
+        key = made.store.add_rater("app", key=KeySettings(("generate", "feedback"))).token
+        client, preflight = made.client(key), made.client()
+        for path, origin, is_open in (
+            ("/v1/feedback", listed, True),
+            ("/v1/feedback", "https://other.example", False),
+            ("/v1/feedback", "http://app.example", False),
+            ("/v1/feedback", "https://app.example:8443", False),
+            ("/v1/feedback", "null", False),
+            (f"{API}/next", listed, False),
+            ("/vote", listed, False),
+        ):
+            headers = {"Origin": origin, "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}
+            asked = preflight.options(path, headers={**headers, **asks, "Access-Control-Request-Headers": "x-a"})
+            allowed = asked.headers.get("access-control-allow-origin")
+            assert (asked.status_code == 200 and allowed == origin) == is_open, path
+            answer = client.get(path, headers=headers)
+            assert answer.status_code == (200 if is_open else 403), (path, origin)
+            assert answer.headers.get("access-control-allow-origin") == (origin if is_open else None)
+            assert "access-control-allow-credentials" not in answer.headers
+        refused = preflight.get("/v1/feedback", headers={"Origin": listed})
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == listed
+        both = client.get("/v1/feedback", headers=[("Origin", listed), ("Origin", "https://other.example")])
+        assert both.status_code == 403
 
 
 def test_a_cookie_alone_changes_nothing_without_an_origin(parts):

@@ -172,6 +172,12 @@ def test_a_taken_port_and_an_open_address_are_refused(tmp_path, capsys, own_logg
     for flag, value in (("--overlap", "0"), ("--gold-share", "0.6"), ("--max-votes", "-1"), ("--lease", "0")):
         assert main(["serve", "--dir", str(tmp_path), flag, value]) == 2
         assert f"{flag} is {value};" in capsys.readouterr().err
+    for flags in (["--allow-origin", "https://a.example"], ["--openai", "m", "--allow-origin", "https://a.example/x"]):
+        assert main(["serve", "--dir", str(tmp_path), *flags]) == 2
+        assert "--allow-origin is" in capsys.readouterr().err
+    for flags in (["--scopes", "admin"], ["--new-key", "k", "--scopes", "generate,all"]):
+        assert main(["serve", "--dir", str(tmp_path), *flags]) == 2
+        assert "--scopes is" in capsys.readouterr().err
     assert main(["serve", "--dir", str(tmp_path), "--guidelines", str(tmp_path)]) == 2
     long = tmp_path / "long.md"
     long.write_text("Be kind. " * 10_000)

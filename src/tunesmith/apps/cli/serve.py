@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 from tunesmith.apps.cli.options import Positional, UseAppendAction, check_ranges, flag, parse
 from tunesmith.apps.cli.output import Output, reporting
@@ -13,7 +14,7 @@ from tunesmith.base.core.errors import InputError
 from tunesmith.collect.web.settings import LOOPBACK, ServerSettings
 
 if TYPE_CHECKING:
-    from tunesmith.collect.store.records import CampaignSettings, NewItem
+    from tunesmith.collect.store.records import CampaignSettings, NewItem, Scope
     from tunesmith.collect.store.votes import VoteStore
     from tunesmith.collect.web.server import Opened
 
@@ -43,11 +44,23 @@ class ServeOptions:
     new_key: Annotated[
         str | None, flag("Print a new key of the API with this name, and end; no server may be running.", "NAME")
     ] = None
+    scopes: Annotated[
+        str | None,
+        flag(
+            "With --new-key: what the key may do, generate and feedback by default, or admin for everything; joined by "
+            "commas.",
+            "SCOPES",
+        ),
+    ] = None
     host: Annotated[str, flag("Address to listen on.", "HOST")] = "127.0.0.1"
     port: Annotated[int, flag("Port to listen on; 0 takes a free one.", "N")] = 8000
     login: Annotated[bool, flag("Allow other machines; everybody logs in with a token.")] = False
     allow_host: Annotated[
         UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", "NAME")
+    ] = ()
+    allow_origin: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        flag("Pages of another server that may ask the API, such as https://app.example; repeatable.", "ORIGIN"),
     ] = ()
     root_path: Annotated[
         str, flag("Path prefix below which a proxy serves the pages, if it does not say so itself.", "PREFIX")
@@ -86,6 +99,8 @@ def serve(words: Sequence[str]) -> None:
         raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
     if options.raw and options.no_raw:
         raise InputError("--raw and --no-raw contradict each other; give one")
+    if options.scopes is not None and options.new_key is None:
+        raise InputError("--scopes is that of a new key; give --new-key NAME too")
     from tunesmith.collect.web import server
 
     items: Sequence[NewItem] = ()
@@ -102,13 +117,14 @@ def serve(words: Sequence[str]) -> None:
         options.forwarded_allow_ips,
         has_arena=True,
         openai=options.openai or "",
+        origins=_origins(options),
     )
     with reporting(as_json=options.json) as output:
         if options.new_admin_link:
             _say_link("vote", server.admin_link(settings), "", output)
             return
         if options.new_key is not None:
-            key = server.new_key(settings, options.new_key, ("generate", "feedback"))
+            key = server.new_key(settings, options.new_key, _scopes(options.scopes or "generate,feedback"))
             output.say(f"key      {key}")
             output.finish({"key": key})
             return
@@ -126,6 +142,31 @@ def serve(words: Sequence[str]) -> None:
             fill=fill,
             announce=lambda opened: _say_vote(opened, settings.votes_path, output, has_api=bool(settings.openai)),
         )
+
+
+def _origins(options: ServeOptions) -> tuple[str, ...]:
+    """The pages that may ask the API. Raises InputError."""
+    for origin in options.allow_origin:
+        parts = urlsplit(origin)
+        if parts.scheme not in ("http", "https") or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}":
+            raise InputError(
+                f"--allow-origin is {origin}; give scheme and host of the page, and its port if it has one, such as "
+                "https://app.example"
+            )
+    if options.allow_origin and not options.openai:
+        raise InputError("--allow-origin is for pages that ask the API; give --openai MODEL too")
+    return tuple(origin.lower() for origin in options.allow_origin)
+
+
+def _scopes(given: str) -> "tuple[Scope, ...]":
+    """The scopes of a key. Raises InputError."""
+    from tunesmith.collect.store.records import SCOPES
+
+    wanted = given.split(",")
+    found: tuple[Scope, ...] = tuple(scope for scope in SCOPES if wanted.count(scope))
+    if len(found) != len(wanted):
+        raise InputError(f"--scopes is {given!r}; give some of {', '.join(SCOPES)}, joined by commas")
+    return found
 
 
 _FORMER_UNDO_S = 300.0

@@ -20,6 +20,7 @@ EXTRA_OF: Mapping[str, str] = {
     "nh3": "web",
     "markdown_it": "web",
     "math_core": "web",
+    "prometheus_client": "web",
     "triton": "gpu",
     "ray": "ray",
     "trl": "trl",

@@ -17,11 +17,11 @@ from tunesmith.collect.store.records import (
     Campaign,
     CampaignSettings,
     CommandKind,
+    KeySettings,
     NewRater,
     PolicyVersion,
     Rater,
     Role,
-    Scope,
 )
 from tunesmith.collect.store.tables import new_id
 
@@ -72,22 +72,25 @@ def add_rater(
     invited_by: int | None,
     expires_at: float | None,
     now: float,
-    scopes: tuple[Scope, ...] | None = None,
+    key: KeySettings | None = None,
 ) -> NewRater:
-    """A new rater and their token; one whom imported votes brought, and who never had access, gets it now. With
-    `scopes` it is a key of the API, whose token begins as those of OpenAI.
+    """A new rater and their token; one whom imported votes brought, and who never had access, gets it now. With `key`
+    it is a key of the API, whose token begins as those of OpenAI.
 
     Raises StoreError if the name is taken, in whatever spelling.
     """
     if role not in ("rater", "admin"):
         raise StoreError(f"role {role!r} is unknown; give rater or admin")
     name = check_name(name.strip(), "the rater's name")
-    if scopes is not None and not (scopes and set(scopes) <= set(SCOPES)):
-        raise StoreError(f"the scopes of a key are {', '.join(scopes) or 'none'}; give some of {', '.join(SCOPES)}")
-    token = f"{'' if scopes is None else KEY_PREFIX}{secrets.token_urlsafe(24)}"
+    if key is not None and not (key.scopes and set(key.scopes) <= set(SCOPES)):
+        raise StoreError(f"the scopes of a key are {', '.join(key.scopes) or 'none'}; give some of {', '.join(SCOPES)}")
+    token = f"{'' if key is None else KEY_PREFIX}{secrets.token_urlsafe(24)}"
     table = tables.raters
     values: dict[str, Any] = {"role": role, "token_sha256": token_sha256(token), "expires_at": expires_at}
-    values |= {"invited_by": invited_by, "scopes_json": scopes}
+    values |= {"invited_by": invited_by}
+    if key is not None:
+        values |= {"scopes_json": key.scopes, "requests_per_minute": key.requests_per_minute}
+        values |= {"tokens_per_day": key.tokens_per_day}
     known = _same_name(connection, name)
     if known is None:
         rater_id = new_id(connection.execute(insert(table).values(name=name, created_at=now, **values)))
@@ -137,6 +140,16 @@ def raters_named(connection: Connection, names: Sequence[str], now: float) -> di
             known[key] = new_id(connection.execute(insert(table).values(**values)))
         found[name] = known[key]
     return found
+
+
+def rater_of_user(connection: Connection, key_id: int, user: str, now: float) -> int:
+    """Id of the rater for a user of a key, without access, created if missing; its name does not tell who it is."""
+    name = f"user {token_sha256(f'{key_id}:{user}')[:24]}"
+    found = connection.execute(select(tables.raters.c.id).where(tables.raters.c.name == name)).scalar()
+    if found is not None:
+        return int(found)
+    values = {"name": name, "role": "rater", "invited_by": key_id, "created_at": now}
+    return new_id(connection.execute(insert(tables.raters).values(**values)))
 
 
 def all_raters(connection: Connection) -> list[Rater]:

@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, insert, select, update
 
 from tunesmith.base.core.errors import UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.answers import answering_pair
+from tunesmith.collect.store.campaigns import rater_of_user
 from tunesmith.collect.store.content import MAX_NAME, check_text, check_values, encode_json
 from tunesmith.collect.store.records import Candidate, Choice, Feedback, Inference, NewItem, StoredFeedback, Verdict
-from tunesmith.collect.store.tables import feedback, inference_choices, inferences, insert_rows, new_id
+from tunesmith.collect.store.tables import feedback, inference_choices, inferences, insert_rows, key_usage, new_id
 
 PREFERENCES: Mapping[str, Verdict] = {
     "better": "left",
@@ -30,6 +31,8 @@ PREFERENCES: Mapping[str, Verdict] = {
 
 EDITED = "edited by a person"
 """Source of an answer that a demonstration brought."""
+
+DAY_S = 24 * 3600
 
 _MAX_TAGS = 32
 
@@ -66,10 +69,25 @@ def record(connection: Connection, answered: Inference) -> None:
     connection.execute(insert(inference_choices), rows)
 
 
-def load(connection: Connection, name: str, rater_id: int | None = None) -> Inference | None:
-    """The request of this name; None if there is none, or it is another key's than `rater_id`."""
+def charge(connection: Connection, rater_id: int, num_tokens: int, now: float) -> None:
+    """Add to the tokens that a key has used on the day (UTC) of `now`."""
+    table, day = key_usage, int(now // DAY_S)
+    of_it = table.c.rater_id == rater_id, table.c.day == day
+    values = {"num_tokens": table.c.num_tokens + num_tokens}
+    if not connection.execute(update(table).where(*of_it).values(**values)).rowcount:
+        connection.execute(insert(table).values(rater_id=rater_id, day=day, num_tokens=num_tokens))
+
+
+def tokens_of_day(connection: Connection, now: float) -> dict[int, int]:
+    """Tokens that each key has used on the day (UTC) of `now`, by its id."""
+    query = select(key_usage.c.rater_id, key_usage.c.num_tokens).where(key_usage.c.day == int(now // DAY_S))
+    return {row.rater_id: row.num_tokens for row in connection.execute(query)}
+
+
+def load(connection: Connection, name: str) -> Inference | None:
+    """The request of this name; None if there is none."""
     row = connection.execute(select(inferences).where(inferences.c.name == name)).first()
-    return None if row is None or rater_id not in (None, row.rater_id) else _inference(connection, row)
+    return None if row is None else _inference(connection, row)
 
 
 def _inference(connection: Connection, row: Any) -> Inference:
@@ -102,18 +120,33 @@ def _inference(connection: Connection, row: Any) -> Inference:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Who says something of answers: the key `key_id` of all of its answers, or with `user` that user of theirs."""
+
+    key_id: int
+    user: str | None = None
+
+    def may_see(self, row: Any) -> bool:
+        """True if the request of this row was theirs."""
+        return row.rater_id == self.key_id and self.user in (None, row.user)
+
+
 def give(
-    connection: Connection, rng: random.Random, campaign_id: int, said: Feedback, rater_id: int, now: float
+    connection: Connection, rng: random.Random, campaign_id: int, said: Feedback, speaker: Speaker, now: float
 ) -> StoredFeedback:
-    """Store feedback of a key on its own answers; what the key said before of the same metric is replaced.
+    """Store feedback on answers of the speaker; what was said before of the same metric is replaced.
+
+    It counts as that of the user whom the answer was for, so that users of one key may judge the same pair.
 
     Raises:
-        UnknownPresentationError: there is no such answer or conversation of this key.
+        UnknownPresentationError: the speaker has no such answer or conversation.
         VoteError: the value does not fit the metric.
         VoteConflictError, DataError: of the vote that it makes, see `answers.answering_pair`.
     """
     said = _checked(said)
-    about = _About.of(connection, said, rater_id)
+    about = _About.of(connection, said, speaker)
+    rater_id = rater_of_user(connection, speaker.key_id, about.user, now) if about.user else speaker.key_id
     table = feedback
     of_it = (
         table.c.inference_id.is_(None) if about.id is None else table.c.inference_id == about.id,
@@ -133,6 +166,8 @@ def give(
         "inference_id": about.id,
         "episode": said.episode,
         "choice": said.choice,
+        "key_id": speaker.key_id,
+        "user": about.user,
         "rater_id": rater_id,
         "metric": said.metric,
         "value_json": said.value,
@@ -175,6 +210,8 @@ def _stored(row: Any, said: Feedback, *, is_repeat: bool = False) -> StoredFeedb
         tags=said.tags,
         id=row.id,
         name=row.name,
+        key_id=row.key_id,
+        user=row.user,
         rater_id=row.rater_id,
         revision=row.revision,
         created_at=row.created_at,
@@ -208,26 +245,29 @@ def _checked(said: Feedback) -> Feedback:
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """The subject of feedback: an answer and its id in the store; both None for a conversation."""
+    """The subject of feedback: an answer and its id in the store; both None for a conversation. `user` is whom it was
+    for.
+    """
 
     id: int | None
     answered: Inference | None
+    user: str
+    speaker: Speaker
 
     @classmethod
-    def of(cls, connection: Connection, said: Feedback, rater_id: int) -> "_About":
-        """Raises UnknownPresentationError if there is no such answer or conversation of this key."""
+    def of(cls, connection: Connection, said: Feedback, speaker: Speaker) -> "_About":
+        """Raises UnknownPresentationError if the speaker has no such answer or conversation."""
         if said.episode:
-            theirs = inferences.c.episode == said.episode, inferences.c.rater_id == rater_id
-            if connection.execute(select(inferences.c.id).where(*theirs).limit(1)).first() is None:
+            theirs = [inferences.c.episode == said.episode, inferences.c.rater_id == speaker.key_id]
+            if speaker.user is not None:
+                theirs.append(inferences.c.user == speaker.user)
+            found = connection.execute(select(inferences.c.user).where(*theirs).limit(1)).first()
+            if found is None:
                 raise UnknownPresentationError(f"there is no conversation {said.episode!r} of this key")
-            return cls(None, None)
-        name = said.inference or _names(said.value)[0]
-        row = connection.execute(select(inferences).where(inferences.c.name == name)).first()
-        if row is None or row.rater_id != rater_id:
-            raise UnknownPresentationError(f"there is no answer {name!r} of this key")
-        answered = _inference(connection, row)
+            return cls(None, None, found.user, speaker)
+        answered, row_id = _theirs(connection, said.inference or _names(said.value)[0], speaker)
         _choice(answered, said.choice)
-        return cls(int(row.id), answered)
+        return cls(row_id, answered, answered.user, speaker)
 
     def vote(
         self,
@@ -246,7 +286,7 @@ class _About:
         for value, is_withdrawn in ((before, True), (said.value, False)):
             if value is None:
                 continue
-            item, verdict = self._pair(connection, said, value, rater_id)
+            item, verdict = self._pair(connection, said, value)
             if not all(isinstance(part, str) for one in _messages(item.prompt) for part in one.values()):
                 return  # a prompt with calls of tools, which no page can show
             answering = answering_pair(connection, rng, campaign_id, item, rater_id, now)
@@ -255,7 +295,7 @@ class _About:
             else:
                 answering.vote(verdict, "", None, None)
 
-    def _pair(self, connection: Connection, said: Feedback, value: Any, rater_id: int) -> tuple[NewItem, Verdict]:
+    def _pair(self, connection: Connection, said: Feedback, value: Any) -> tuple[NewItem, Verdict]:
         assert self.answered is not None
         if said.metric == "demonstration":
             edited = Candidate(value, source_id=EDITED)
@@ -264,21 +304,27 @@ class _About:
         verdict = value.get("verdict", "better")
         if verdict not in PREFERENCES:
             raise VoteError(f"the verdict of a preference is {verdict!r}; give one of {', '.join(PREFERENCES)}")
-        sides = [self._side(connection, value.get(name), rater_id) for name in ("better", "worse")]
+        sides = [self._side(connection, value.get(name)) for name in ("better", "worse")]
         if encode_json(sides[0][0]) != encode_json(sides[1][0]):
             raise VoteError("the two answers are to different conversations; compare answers to the same one")
         return NewItem(sides[0][0], (sides[0][1], sides[1][1])), PREFERENCES[verdict]
 
-    def _side(self, connection: Connection, reference: object, rater_id: int) -> tuple[Text, Candidate]:
+    def _side(self, connection: Connection, reference: object) -> tuple[Text, Candidate]:
         """An answer by its place among the choices, or by the id of its request, and the prompt that it is to."""
         assert self.answered is not None
         if isinstance(reference, int) and not isinstance(reference, bool):
             return self.answered.prompt, _candidate(_choice(self.answered, reference))
         name, place = _split(reference)
-        other = self.answered if name == self.answered.name else load(connection, name, rater_id)
-        if other is None:
-            raise UnknownPresentationError(f"there is no answer {name!r} of this key")
+        other = _theirs(connection, name, self.speaker)[0]
         return other.prompt, _candidate(_choice(other, place))
+
+
+def _theirs(connection: Connection, name: str, speaker: Speaker) -> tuple[Inference, int]:
+    """The request of this name, and its id in the store. Raises UnknownPresentationError if the speaker has none."""
+    row = connection.execute(select(inferences).where(inferences.c.name == name)).first()
+    if row is None or not speaker.may_see(row):
+        raise UnknownPresentationError(f"there is no answer {name!r} of this key")
+    return _inference(connection, row), int(row.id)
 
 
 def _names(value: Any) -> tuple[str, ...]:

@@ -71,9 +71,18 @@ class Campaign:
 
 
 @dataclass(frozen=True, slots=True)
+class KeySettings:
+    """What a key of the API may do, and its limits; None for none. A day is one of UTC."""
+
+    scopes: tuple[Scope, ...]
+    requests_per_minute: int | None = None
+    tokens_per_day: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Rater:
-    """A person or program that votes. `expires_at` and `disabled_at` are None where access does not end. `scopes` is
-    what a key of the API may do; None for people, who use the pages.
+    """A person or program that votes. `expires_at` and `disabled_at` are None where access does not end. The last three
+    are those of `KeySettings`; `scopes` is None for people, who use the pages.
     """
 
     id: int
@@ -84,6 +93,8 @@ class Rater:
     expires_at: float | None = None
     disabled_at: float | None = None
     scopes: tuple[Scope, ...] | None = None
+    requests_per_minute: int | None = None
+    tokens_per_day: int | None = None
 
     @property
     def is_admin(self) -> bool:
@@ -98,6 +109,13 @@ class Rater:
     def has_access(self, now: float) -> bool:
         """True if their access is neither disabled nor expired."""
         return not self.is_disabled and (self.expires_at is None or now < self.expires_at)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUser(Rater):
+    """A user of a key of the API, who sends a token that the key has signed for them: `id` is that of the key."""
+
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,10 +336,15 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFeedback(Feedback):
-    """Feedback in the store: `name` is the id that the client got; a higher `revision` replaces a lower one."""
+    """Feedback in the store: `name` is the id that the client got; a higher `revision` replaces a lower one.
+
+    It was said by the key `key_id`, for its `user`; `rater_id` is whose vote it is.
+    """
 
     id: int
     name: str
+    key_id: int
+    user: str
     rater_id: int
     revision: int
     created_at: float

@@ -153,6 +153,9 @@ raters = Table(
     _time("disabled_at", nullable=True),
     # What a key of the API may do; null for people, who vote on the pages.
     Column("scopes_json", _Json, nullable=True),
+    # Limits of a key; null for none.
+    Column("requests_per_minute", Integer, nullable=True),
+    Column("tokens_per_day", _ID, nullable=True),
     CheckConstraint("role IN ('rater', 'admin')", name="role"),
     sqlite_autoincrement=True,
 )
@@ -299,6 +302,10 @@ feedback = Table(
     _reference("inference_id", "inferences.id", nullable=True),
     Column("episode", String(200), nullable=False),
     Column("choice", Integer, nullable=False),
+    # The key that said it, and the user of the key for whom; empty if it spoke for itself.
+    _reference("key_id", "raters.id"),
+    Column("user", String(200), nullable=False),
+    # Whose vote it becomes: the key, or its user.
     _reference("rater_id", "raters.id"),
     Column("metric", String(200), nullable=False),
     # Null withdraws what was said before.
@@ -308,9 +315,20 @@ feedback = Table(
     Column("revision", Integer, nullable=False),
     _time("created_at"),
     UniqueConstraint("inference_id", "episode", "choice", "rater_id", "metric", "revision"),
+    Index("ix_feedback_user", "key_id", "user"),
     sqlite_autoincrement=True,
 )
 """Feedback of applications, append-only."""
+
+key_usage = Table(
+    "key_usage",
+    votes_metadata,
+    Column("rater_id", _ID, ForeignKey("raters.id"), primary_key=True),
+    # Days since the epoch (UTC).
+    Column("day", Integer, primary_key=True),
+    Column("num_tokens", _ID, nullable=False),
+)
+"""Tokens that each key read and drew, which outlive the answers."""
 
 commands = Table(
     "commands",

@@ -132,6 +132,11 @@ class VoteReader(ReadOnlyDatabase):
         """The request of the API whose client got this id, with its answers; None if there is none."""
         return self.read(lambda c: inferences.load(c, name), None)
 
+    def tokens_of_day(self, now: float | None = None) -> dict[int, int]:
+        """Tokens that each key has used on this day (UTC), by its id."""
+        moment = or_now(now)
+        return self.read(lambda c: inferences.tokens_of_day(c, moment), {})
+
     def feedback_after(self, cursor: int, limit: int = _PAGE) -> list[StoredFeedback]:
         """At most `limit` revisions of feedback with an id above `cursor`, in order."""
         return self.read(lambda c: inferences.after(c, cursor, limit), [])

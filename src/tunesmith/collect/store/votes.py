@@ -27,13 +27,13 @@ from tunesmith.collect.store.records import (
     GivenVote,
     Imported,
     Inference,
+    KeySettings,
     NewItem,
     NewRater,
     Offer,
     PolicyVersion,
     Presentation,
     Role,
-    Scope,
     StoredFeedback,
     Verdict,
     VoteReceipt,
@@ -108,12 +108,13 @@ class VoteStore(Closeable):
         invited_by: int | None = None,
         expires_at: float | None = None,
         now: float | None = None,
-        scopes: tuple[Scope, ...] | None = None,
+        key: KeySettings | None = None,
     ) -> NewRater:
-        """A new rater and their access token, which is not stored; with `scopes` a key of the API. Raises StoreError if
-        the name is taken or empty.
+        """A new rater and their access token, which is not stored; with `key` one of the API.
+
+        Raises StoreError if the name is taken or empty.
         """
-        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, or_now(now), scopes)
+        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, or_now(now), key)
 
     def redeem(
         self, token: str, *, expires_at: float | None = None, name: str | None = None, now: float | None = None
@@ -265,18 +266,22 @@ class VoteStore(Closeable):
         """Store a request of the API and its answers."""
         self._write(inferences.record, answered)
 
+    def charge(self, rater_id: int, num_tokens: int, now: float | None = None) -> None:
+        """Count tokens that a key read and drew; see `VoteReader.tokens_of_day`."""
+        self._write(inferences.charge, rater_id, num_tokens, or_now(now))
+
     def give_feedback(
-        self, campaign_id: int, said: Feedback, rater_id: int, now: float | None = None
+        self, campaign_id: int, said: Feedback, speaker: inferences.Speaker, now: float | None = None
     ) -> StoredFeedback:
-        """Store what the key `rater_id` says of one of its answers, and the vote that it makes; the same again returns
-        the first.
+        """Store what a key, or a user of it, says of one of their answers, and the vote that it makes; the same again
+        returns the first.
 
         Raises:
-            UnknownPresentationError: there is no such answer or conversation of this key.
+            UnknownPresentationError: the speaker has no such answer or conversation.
             VoteError, VoteConflictError, DataError: the value does not fit, or the vote cannot be stored.
         """
         moment = or_now(now)
-        return self._writer.do(lambda c: inferences.give(c, self._rng, campaign_id, said, rater_id, moment))
+        return self._writer.do(lambda c: inferences.give(c, self._rng, campaign_id, said, speaker, moment))
 
     def command(self, kind: CommandKind, argument: str, rater_id: int, now: float | None = None) -> int:
         """Id of a new command for the trainer."""

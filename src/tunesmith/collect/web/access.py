@@ -6,8 +6,9 @@ from typing import Literal
 
 from starlette.routing import compile_path
 
-Access = Literal["public", "rater", "admin", "generate", "feedback"]
-"""`public` needs no login, `rater` any login of a person, `admin` that of an admin. The others are scopes of a key."""
+Access = Literal["public", "rater", "admin", "generate", "feedback", "key"]
+"""`public` needs no login. On pages, `rater` is any login of a person and `admin` that of an admin; on routes of the
+API it is a scope of a key. `key` is any key, and no token of a user of one."""
 
 API = "/api/v1"
 """Prefix of all routes that answer in JSON."""

@@ -35,7 +35,7 @@ from tunesmith.collect.web.api import routes as api
 from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.api.openai import RefusedError
 from tunesmith.collect.web.arena import Arena
-from tunesmith.collect.web.guard import Guard
+from tunesmith.collect.web.guard import ApiOrigins, Guard
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.logins import ENDED_FILE, Ended, Logins, RateLimits, Sessions, read_key
 from tunesmith.collect.web.proxies import BehindProxy
@@ -92,7 +92,8 @@ def create_app(
         lifespan=_lifespan,
         middleware=[
             Middleware(BehindProxy, settings.proxies, settings.root_path, [rule.path for rule in table.rules]),
-            Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts),
+            Middleware(ApiOrigins, settings.origins),
+            Middleware(Guard, table=table, logins=logins, settings=settings),
         ],
     )
     app.state.services = services

@@ -12,16 +12,17 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tunesmith.collect.store.records import Rater
-from tunesmith.collect.web.access import RouteTable, Rule
+from tunesmith.collect.store.records import KeyUser, Rater
+from tunesmith.collect.web.access import RouteTable, Rule, is_api
 from tunesmith.collect.web.logins import Logins, RateLimits, bearer_of
 from tunesmith.collect.web.proxies import forwarded_host, names_of, root_of
 from tunesmith.collect.web.services import refusal, wants_page
-from tunesmith.collect.web.settings import Limits
+from tunesmith.collect.web.settings import ServerSettings
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -49,19 +50,35 @@ _CLOSE_CONNECTION = {"connection": "close"}
 _BRACKET_OR_TEXT = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
-class Guard:
-    """ASGI middleware with the checks listed above. `hosts` are further names of this server."""
+class ApiOrigins:
+    """ASGI middleware that tells browsers which pages of other servers may ask the API: those of `origins`, with a key
+    or token in the request, never with a cookie. Other routes are left alone.
+    """
 
-    def __init__(
-        self, app: ASGIApp, table: RouteTable, logins: Logins, limits: Limits, hosts: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
         self._app = app
+        self._shared = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",)
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it if a browser asks beforehand whether it may be sent."""
+        is_shared = scope["type"] == "http" and is_api(scope["path"])
+        await (self._shared if is_shared else self._app)(scope, receive, send)
+
+
+class Guard:
+    """ASGI middleware with the checks listed above, by the limits, names and origins of `settings`."""
+
+    def __init__(self, app: ASGIApp, table: RouteTable, logins: Logins, settings: ServerSettings) -> None:
+        self._app = app
+        self._origins = settings.origins
         self._table = table
         self._logins = logins
-        self._limits = limits
-        self._places = frozenset(host.lower() for host in hosts)
+        self._limits = settings.limits
+        self._places = frozenset(host.lower() for host in settings.hosts)
         self._hosts = frozenset({*_LOCAL_NAMES, *(_name(place) for place in self._places)})
-        self._rates = RateLimits(limits.rate_per_s, limits.burst)
+        self._rates = RateLimits(self._limits.rate_per_s, self._limits.burst)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it. The rater who sent it is `request.user`."""
@@ -92,13 +109,16 @@ class Guard:
     async def _admit(self, request: Request, rule: Rule | None) -> bytes:
         """The checked body for the route. Raises HTTPException if the request is denied."""
         self._check_host(request)
-        _check_origin(request, self._logins.sessions.cookie, self._places)
+        is_shared = is_api(request.scope["path"]) and request.headers.get("origin") in self._origins
+        if not is_shared or len(request.headers.getlist("origin")) > 1:
+            _check_origin(request, self._logins.sessions.cookie, self._places)
         if rule is None and wants_page(request):
             raise self._not_found(request.scope["path"])
         caller: Rater | None = None
         if rule is None or rule.access != "public":
             caller = request.scope["user"] = await self._identify(request)
-            wait_s = self._rates.take(str(caller.id))
+            # A user of a key does not take the turns of the others.
+            wait_s = self._rates.take(f"{caller.id} {caller.user}" if isinstance(caller, KeyUser) else str(caller.id))
             if wait_s:
                 raise _too_many(wait_s)
         if rule is None:
@@ -181,11 +201,14 @@ class Guard:
 
 def _check_access(rule: Rule, caller: Rater) -> None:
     """Raise HTTPException 403 if the caller may not use this route."""
-    if rule.access in ("rater", "admin"):
+    if not is_api(rule.path):
         if caller.scopes is not None:
             raise HTTPException(403, "this is a key of the API; pages want the login of a person")
         if rule.access == "admin" and not caller.is_admin:
             raise HTTPException(403, "only an admin may do this")
+    elif rule.access == "key" and caller.scopes is not None:
+        if isinstance(caller, KeyUser):
+            raise HTTPException(403, "this needs a key of the API, and this is a token of a user of one")
     elif rule.access not in (caller.scopes or ()) and "admin" not in (caller.scopes or ()):
         known = "the login of a person" if caller.scopes is None else f"a key for {', '.join(caller.scopes)}"
         raise HTTPException(403, f"this needs a key of the API with the scope {rule.access}, and this is {known}")

@@ -8,22 +8,24 @@ locked out at once.
 import base64
 import hashlib
 import hmac
+import json
 import math
 import os
 import secrets
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
 
 from tunesmith.base.core.errors import StoreError
 from tunesmith.base.core.system import fsync, name_file
-from tunesmith.collect.store.records import Rater
+from tunesmith.collect.store.records import KeyUser, Rater, Scope
 from tunesmith.collect.store.vote_reader import VoteReader
 
 MAX_KEYS = 10_000
@@ -33,7 +35,10 @@ KEY_FILE, ENDED_FILE = "session.key", "session.ended"
 LINK_MINUTES = 24 * 60
 """Lifetime of a one-time link."""
 
-Kind = Literal["session", "link"]
+USER_PREFIX = "ut-"
+"""Begin of the tokens of users of a key."""
+
+Kind = Literal["session", "link", "user"]
 
 _KEY_BYTES = 32
 _SIGNATURE_BYTES = 24
@@ -157,6 +162,20 @@ class Sessions:
         rater_id, expiry = text.split(".")[:2]
         return int(rater_id) if now < int(expiry) and value not in self._ended else None
 
+    def sign_user(self, key: Rater, user: str, scopes: Sequence[Scope], expires_at: float) -> str:
+        """A token for a user of `key`, valid until `expires_at`, or until the key ends."""
+        content = json.dumps([key.id, user, list(scopes), int(expires_at)]).encode()
+        text = base64.urlsafe_b64encode(content).decode()
+        return f"{USER_PREFIX}{text}.{_signature(self._key, 'user', text)}"
+
+    def read_user(self, token: str, now: float) -> tuple[int, str, tuple[Scope, ...]] | None:
+        """Key, user and scopes of a token; None if its signature is wrong, or it has expired."""
+        text, _, signature = token.removeprefix(USER_PREFIX).partition(".")
+        if not hmac.compare_digest(_bytes(signature), _signature(self._key, "user", text).encode()):
+            return None
+        key_id, user, scopes, expiry = json.loads(base64.urlsafe_b64decode(text))
+        return (key_id, user, tuple(scopes)) if now < expiry else None
+
     def end(self, value: str, kind: Kind = "session") -> bool:
         """Have a value that can be read stand for nobody from now on; False if it was ended meanwhile."""
         return self._ended.add(value, int(value.split(".")[1]))
@@ -228,7 +247,19 @@ class Logins:
         now = time.time()
         return next((rater for rater in self._votes.raters() if rater.id == rater_id and rater.has_access(now)), None)
 
+    def _user(self, token: str) -> KeyUser | None:
+        """The user of a key with this token, who may do no more than the key."""
+        found = self.sessions.read_user(token, time.time())
+        key = None if found is None else self.rater(found[0])
+        if found is None or key is None or key.scopes is None:
+            return None
+        facts: dict[str, Any] = {field.name: getattr(key, field.name) for field in fields(key)}
+        facts["scopes"] = tuple(one for one in found[2] if key.scopes.count(one) or "admin" in key.scopes)
+        return KeyUser(**facts, user=found[1])
+
     def _find(self, bearer: str, cookie: str) -> Rater | None:
+        if bearer.startswith(USER_PREFIX):
+            return self._user(bearer)
         found = self._votes.rater_of(bearer) if bearer else None
         if found is not None:
             return found

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.base.core.errors import InputError
 from tunesmith.collect.store.content import name_key
-from tunesmith.collect.store.records import CampaignSettings, Rater, Scope
+from tunesmith.collect.store.records import CampaignSettings, KeySettings, Rater, Scope
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_reader import VoteReader
 from tunesmith.collect.store.votes import VoteStore
@@ -159,7 +159,7 @@ def serves_live_loop(settings: ServerSettings) -> bool:
 def new_key(settings: ServerSettings, name: str, scopes: tuple[Scope, ...]) -> str:
     """A new key of the API. Raises StoreError if the name is taken, or a server is running."""
     with VoteStore.open(settings.votes_path) as votes:
-        return votes.add_rater(name, scopes=scopes).token
+        return votes.add_rater(name, key=KeySettings(scopes)).token
 
 
 def _first_key(votes: VoteStore) -> str:
@@ -167,7 +167,7 @@ def _first_key(votes: VoteStore) -> str:
     raters = votes.reader.raters()
     if any(one.scopes for one in raters):
         return ""
-    return votes.add_rater(_free_name("key", raters), scopes=("generate", "feedback")).token
+    return votes.add_rater(_free_name("key", raters), key=KeySettings(("generate", "feedback"))).token
 
 
 class _Server(uvicorn.Server):

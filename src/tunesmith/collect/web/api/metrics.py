@@ -64,6 +64,7 @@ class Timer:
     """The tokens of a request, and the time to its first one."""
 
     def __init__(self, tokens: Counter, first_token: Histogram, begun_s: float) -> None:
+        self.num_tokens = 0
         self._tokens = tokens
         self._first_token = first_token
         self._begun_s = begun_s
@@ -71,10 +72,11 @@ class Timer:
 
     def note(self, reply: Json) -> None:
         """Take a reply of the process that draws."""
+        ids = reply["begun"]["prompt_ids"] if "begun" in reply else reply.get("token_ids", ())
+        self._tokens.labels("prompt" if "begun" in reply else "drawn").inc(len(ids))
+        self.num_tokens += len(ids)
         if "begun" in reply:
-            self._tokens.labels("prompt").inc(len(reply["begun"]["prompt_ids"]))
             return
-        self._tokens.labels("drawn").inc(len(reply.get("token_ids", ())))
         if not self._has_token:
             self._has_token = True
             self._first_token.observe(time.perf_counter() - self._begun_s)

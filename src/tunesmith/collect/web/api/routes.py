@@ -3,21 +3,23 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.base.core.errors import StoreError
-from tunesmith.collect.store.records import Feedback, Rater
+from tunesmith.collect.store.inferences import Speaker
+from tunesmith.collect.store.records import Feedback, KeyUser, Rater
 from tunesmith.collect.web.access import Rule
-from tunesmith.collect.web.api import openai
+from tunesmith.collect.web.api import keys, openai
 from tunesmith.collect.web.api.endpoint import Collected, Endpoint
-from tunesmith.collect.web.api.metrics import Metrics
+from tunesmith.collect.web.api.metrics import Metrics, Timer
 from tunesmith.collect.web.api.openai import ChatRequest, Json, RefusedError, Sampled, TextRequest
 from tunesmith.collect.web.arena import Contestant
 from tunesmith.collect.web.services import Caller, Services, ServicesOf, error_body
@@ -30,15 +32,16 @@ FEEDBACK = "/v1/feedback"
 
 RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/health", "public"),
-    Rule(("GET",), "/metrics", "generate"),
+    Rule(("GET",), "/metrics", "key"),
     Rule(("GET",), "/v1/models", "generate"),
     Rule(("GET",), "/v1/models/{name:path}", "generate"),
     Rule(("POST",), CHAT, "generate", max_body=MAX_BODY),
     Rule(("POST",), TEXT, "generate", max_body=MAX_BODY),
     Rule(("POST",), GENERATE, "generate", max_body=MAX_BODY),
     Rule(("GET", "POST"), FEEDBACK, "feedback", max_body=MAX_BODY),
+    *keys.RULES,
 )
-"""Rules of this module's routes, for the guard's table."""
+"""Rules of the API, for the guard's table."""
 
 _MOST_FEEDBACK = 1000
 
@@ -89,9 +92,9 @@ class FeedbackRequest(BaseModel):
 
 
 def routers(endpoint: Endpoint) -> list[APIRouter]:
-    """The routers of models and metrics, of answers, and of feedback."""
+    """The routers of models and metrics, of answers, of feedback, and of keys."""
     metrics = Metrics(endpoint)
-    return [_models(endpoint, metrics), _answers(endpoint, metrics), _feedback(metrics)]
+    return [_models(endpoint, metrics), _answers(endpoint, metrics), _feedback(metrics), keys.router()]
 
 
 def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
@@ -128,7 +131,7 @@ def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
 
 
 def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
-    routes = APIRouter(tags=["API"])
+    routes = APIRouter(tags=["API"], dependencies=[Depends(keys.Limits().check)])
 
     @routes.post(CHAT)
     async def chat(request: HttpRequest, body: ChatRequest, caller: Caller, services: ServicesOf) -> Response:
@@ -136,6 +139,8 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
         speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model)]
         if body.compare and (body.n or 1) > 1:
             raise RefusedError(400, "compare gives two answers; leave n out", param="n")
+        if body.compare and speakers[0] == speakers[1]:  # two requests with the same seed would be the same answer
+            body, speakers = body.model_copy(update={"n": 2}), speakers[:1]
         asked = [{"model": one.model, "as_text": one.as_text, **body.asked(one.sampling)} for one in speakers]
         answering = Answering(endpoint, metrics, services, caller, body, speakers, asked)
         return await _answered(request, answering, ChatForm(answering))
@@ -169,7 +174,7 @@ def _feedback(metrics: Metrics) -> APIRouter:
         """Say what an answer is worth. The response is sent when it is on disk; a repeat changes nothing, and null
         withdraws what was said of the same metric.
         """
-        stored = services.votes.give_feedback(services.campaign().id, body.as_feedback(), caller.id)
+        stored = services.votes.give_feedback(services.campaign().id, body.as_feedback(), _speaker(caller))
         metrics.feedback(stored)
         return {"feedback_id": stored.name, "revision": stored.revision, "is_repeat": stored.is_repeat}
 
@@ -177,8 +182,8 @@ def _feedback(metrics: Metrics) -> APIRouter:
     def given(
         caller: Caller, services: ServicesOf, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: int = 100
     ) -> Json:
-        """Feedback of the caller's key in the order in which it came, with ids above `after`."""
-        limit = min(max(limit, 1), _MOST_FEEDBACK)
+        """Feedback of the caller's key, or of a user of it, in the order in which it came, with ids above `after`."""
+        limit, speaker = min(max(limit, 1), _MOST_FEEDBACK), _speaker(caller)
         found = services.votes.reader.feedback_after(after, limit)
         shown = [
             {
@@ -190,15 +195,20 @@ def _feedback(metrics: Metrics) -> APIRouter:
                 "metric_name": one.metric,
                 "value": one.value,
                 "tags": one.tags,
+                "user": one.user or None,
                 "revision": one.revision,
                 "created_at": one.created_at,
             }
             for one in found
-            if one.rater_id == caller.id
+            if one.key_id == speaker.key_id and speaker.user in (None, one.user)
         ]
         return {"data": shown, "after": found[-1].id if found else after, "has_more": len(found) == limit}
 
     return routes
+
+
+def _speaker(caller: Rater) -> Speaker:
+    return Speaker(caller.id, caller.user if isinstance(caller, KeyUser) else None)
 
 
 class Answering:
@@ -226,15 +236,26 @@ class Answering:
         self._metrics = metrics
         self._services = services
         self._caller = caller
+        self._user = keys.user_for(caller, body.user)
 
     async def replies(self) -> AsyncGenerator[tuple[int, Json]]:
         """The number of a choice and a reply, as they come; each is collected."""
         with self._metrics.request() as timer:
-            async with aclosing(self._endpoint.draw(self.asked)) as replies:
+            async with self._charged(timer), aclosing(self._endpoint.draw(self.asked)) as replies:
                 async for place, reply in replies:
                     choice = self.collected.note(place, reply)
                     timer.note(reply)
                     yield choice, reply
+
+    @asynccontextmanager
+    async def _charged(self, timer: Timer) -> AsyncGenerator[None]:
+        """Charge the key with the tokens of this block, also if its client goes."""
+        try:
+            yield
+        finally:
+            charge = partial(self._services.votes.charge, self._caller.id, timer.num_tokens)
+            # Goes on when the waiting for it is cancelled.
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, charge))
 
     async def keep(self, id: str, groups: list[list[int]]) -> None:
         """Store the answers, so that feedback finds them: those of `groups` of requests, each under an id of its own.
@@ -250,7 +271,7 @@ class Answering:
                 rater_id=self._caller.id,
                 model=self.model,
                 options=options,
-                user=self.body.user or "",
+                user=self._user,
                 episode=self.body.episode_id or "",
                 created_at=time.time(),
             )

@@ -1,4 +1,4 @@
-"""Keys of the API, the answers that it gave, and feedback on them."""
+"""Keys of the API and their usage, the answers that it gave, and feedback on them."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,8 +10,18 @@ _ID = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """Add a column to the raters, and three tables."""
+    """Add columns to the raters, and four tables."""
     op.add_column("raters", sa.Column("scopes_json", sa.Text, nullable=True))
+    op.add_column("raters", sa.Column("requests_per_minute", sa.Integer, nullable=True))
+    op.add_column("raters", sa.Column("tokens_per_day", _ID, nullable=True))
+    op.create_table(
+        "key_usage",
+        sa.Column("rater_id", _ID, nullable=False),
+        sa.Column("day", sa.Integer, nullable=False),
+        sa.Column("num_tokens", _ID, nullable=False),
+        sa.PrimaryKeyConstraint("rater_id", "day", name="pk_key_usage"),
+        sa.ForeignKeyConstraint(["rater_id"], ["raters.id"], name="fk_key_usage_rater_id"),
+    )
     _add_inferences()
     _add_feedback()
 
@@ -61,6 +71,8 @@ def _add_feedback() -> None:
         sa.Column("inference_id", _ID, nullable=True),
         sa.Column("episode", sa.String(200), nullable=False),
         sa.Column("choice", sa.Integer, nullable=False),
+        sa.Column("key_id", _ID, nullable=False),
+        sa.Column("user", sa.String(200), nullable=False),
         sa.Column("rater_id", _ID, nullable=False),
         sa.Column("metric", sa.String(200), nullable=False),
         sa.Column("value_json", sa.Text, nullable=True),
@@ -79,6 +91,8 @@ def _add_feedback() -> None:
             name="uq_feedback_inference_id_episode_choice_rater_id_metric_revision",
         ),
         sa.ForeignKeyConstraint(["inference_id"], ["inferences.id"], name="fk_feedback_inference_id"),
+        sa.ForeignKeyConstraint(["key_id"], ["raters.id"], name="fk_feedback_key_id"),
         sa.ForeignKeyConstraint(["rater_id"], ["raters.id"], name="fk_feedback_rater_id"),
         sqlite_autoincrement=True,
     )
+    op.create_index("ix_feedback_user", "feedback", ["key_id", "user"])
