@@ -1,5 +1,6 @@
 """`tunesmith votes import | export | stats`: the votes of a folder. Nothing here loads torch."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,19 +28,22 @@ _QUIET = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Put pairs and rankings of files before raters, or take over votes that were made elsewhere."""
+    """Put pairs and rankings of files before raters, or take over votes and feedback that were given elsewhere."""
 
     files: Annotated[
-        tuple[str, ...], Positional, flag("JSONL, CSV, Parquet, a datasets folder, Argilla's records.", "FILE")
+        tuple[str, ...], Positional, flag("JSONL, JSON, CSV, Parquet, a datasets folder, exports of tools.", "FILE")
     ] = ()
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     labels: Annotated[
-        Literal["drop", "votes", "gold"],
+        Literal["drop", "votes", "gold"] | None,
         flag(
             "What the files say of the better answer: `drop` it and ask raters, take it for `votes`, or check raters "
-            "silently by it (`gold`).",
+            "silently by it (`gold`). Without it, pairs in columns and Argilla's records are put before raters, and "
+            "the exports of other tools are votes.",
         ),
-    ] = "drop"
+    ] = None
+    format: Annotated[str | None, flag("Format; without it, the content says it.", "NAME")] = None
+    preview: Annotated[bool, flag("Show what the files hold, and store nothing.")] = False
     campaign: Annotated[str, flag("Campaign, made if it is new.", "NAME")] = "default"
     heldout: Annotated[bool, flag("Votes on these items check versions and train nothing.")] = False
     question: Annotated[
@@ -79,25 +83,34 @@ def import_(words: Sequence[str]) -> None:
     if not options.files:
         raise InputError("no file is named; give one or more, such as pairs.jsonl")
     from tunesmith.base.runs.progress import progress
-    from tunesmith.collect.data.vote_files import import_notes, read_for
+    from tunesmith.collect.data.vote_imports import VoteFiles, import_notes
     from tunesmith.collect.store.votes import import_into
 
     with reporting(as_json=options.json) as output:
-        # All files are read before anything is stored.
-        rows = read_for(options.labels, options.files, heldout=options.heldout, question=options.question)
-        what = "votes" if options.labels == "votes" else "items"
-        with progress(what, len(rows), enabled=len(rows) > _QUIET and wants_progress()) as reporter:
+        # All files are checked before anything is stored.
+        files = VoteFiles(
+            options.files, options.labels, heldout=options.heldout, question=options.question, form=options.format
+        )
+        facts: dict[str, object] = {"files": list(map(asdict, files.understood)), "labels": files.labels}
+        for line in itertools.chain.from_iterable(one.lines() for one in files.understood):
+            output.say(line)
+        if options.preview:
+            output.finish(facts)
+            return
+        what = "votes" if files.labels == "votes" else "items"
+        with progress(what, files.num_given, enabled=files.num_given > _QUIET and wants_progress()) as reporter:
             done = import_into(
                 options.dir.expanduser() / VOTES_FILE,
                 options.campaign,
-                rows,
+                files.rows(),
                 lambda num_done, _: reporter.update(num_done),
                 lambda message: _log.info("%s", message),
+                files.num_given,
             )
         output.say(f"{done.num_new} {what} added, {done.num_there} were there already")
-        for line in import_notes(done, options.labels, heldout=options.heldout):
+        for line in import_notes(done, files.labels, heldout=options.heldout):
             output.say(line)
-        output.finish({"dir": options.dir, **asdict(done), "labels": options.labels})
+        output.finish({"dir": options.dir, **asdict(done), **facts})
 
 
 def export(words: Sequence[str]) -> None:
