@@ -60,7 +60,9 @@ class ExportVotesOptions:
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     kind: Annotated[Literal["votes", "rankings", "demonstrations"], flag("What to write.")] = "votes"
     format: Annotated[
-        Literal["jsonl", "csv", "parquet", "datasets", "argilla"] | None, flag("Format; without it, the name says it.")
+        Literal["jsonl", "csv", "parquet", "datasets", "argilla", "openai-preference", "openai-chat", "label-studio"]
+        | None,
+        flag("Format; without it, the name says it."),
     ] = None
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
     decided: Annotated[bool, flag("Leave out ties: for libraries that know no column `tie`.")] = False
@@ -119,6 +121,7 @@ def export(words: Sequence[str]) -> None:
     from tunesmith.collect.data.vote_files import (
         demonstration_columns,
         format_of,
+        openai_chat,
         ranking_columns,
         write_rows,
         write_votes,
@@ -127,10 +130,19 @@ def export(words: Sequence[str]) -> None:
     form = options.format or format_of(options.dest)
     if form == "argilla" and options.kind != "votes":
         raise InputError(f"Argilla's records hold votes, not {options.kind}; choose another format")
+    if form in ("openai-preference", "label-studio") and options.kind != "votes":
+        raise InputError(f"{form} holds votes, not {options.kind}; choose another format")
+    if form == "openai-chat" and options.kind != "demonstrations":
+        raise InputError("openai-chat holds written answers; add --kind demonstrations")
     with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
         if options.kind == "rankings":
             num = write_rows(options.dest, map(ranking_columns, reader.export_rankings(campaign_id)), form)
+        elif form == "openai-chat":
+            written = ((one.prompt, one.text) for one in reader.export_demonstrations(campaign_id))
+            edited = reader.corrections() if campaign_id is None else ()
+            rows = itertools.chain(written, edited)
+            num = write_rows(options.dest, itertools.starmap(openai_chat, rows), "jsonl")
         elif options.kind == "demonstrations":
             num = write_rows(options.dest, map(demonstration_columns, reader.export_demonstrations(campaign_id)), form)
         else:

@@ -125,7 +125,7 @@ def candidate(text: str, model: str, tool: str) -> Candidate:
 
 def rater_at(tool: str, user: object) -> str:
     """The name of a tool's user, which is no login of ours."""
-    name = rater_of(user, "the rater")
+    name = rater_of(user)
     return f"{tool}:{name}"[:MAX_NAME]
 
 

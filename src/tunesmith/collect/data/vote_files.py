@@ -15,12 +15,15 @@ from typing import Literal
 
 from tunesmith.base.core.errors import DataError, InputError
 from tunesmith.base.core.system import name_file
+from tunesmith.base.schema.records import Text, plain_text
 from tunesmith.collect.data.argilla import argilla_records, plain_content
 from tunesmith.collect.data.readers import library, messages_in
 from tunesmith.collect.store.content import as_answer
 from tunesmith.collect.store.records import ExportRow, StoredDemonstration, StoredRanking
 
-VoteFormat = Literal["jsonl", "csv", "parquet", "datasets", "argilla"]
+VoteFormat = Literal[
+    "jsonl", "csv", "parquet", "datasets", "argilla", "openai-preference", "openai-chat", "label-studio"
+]
 
 
 def write_votes(dest: str | Path, rows: Iterable[ExportRow], form: VoteFormat) -> int:
@@ -33,6 +36,10 @@ def write_votes(dest: str | Path, rows: Iterable[ExportRow], form: VoteFormat) -
         votes = list(rows)
         write_rows(dest, argilla_records(votes), "jsonl")
         return len(votes)
+    if form == "openai-preference":
+        return write_rows(dest, (openai_preference(row) for row in rows if not row.tie), "jsonl")
+    if form == "label-studio":
+        return write_rows(dest, map(label_studio_task, (row for row in rows if not row.tie)), "jsonl")
     return write_rows(dest, (vote_columns(row) for row in rows), form)
 
 
@@ -58,6 +65,38 @@ def write_rows(dest: str | Path, rows: Iterable[Mapping[str, object]], form: Vot
     if not num_rows:
         raise DataError("there is nothing to export yet")
     return num_rows
+
+
+def openai_preference(row: ExportRow) -> dict[str, object]:
+    """A vote as OpenAI's preference fine-tuning has it. A prompt that is text is what a user said."""
+    return {
+        "input": {"messages": _messages(row.prompt, "user"), "tools": [], "parallel_tool_calls": True},
+        "preferred_output": _messages(row.chosen, "assistant"),
+        "non_preferred_output": _messages(row.rejected, "assistant"),
+    }
+
+
+def openai_chat(prompt: Text, answer: str) -> dict[str, object]:
+    """A written answer as OpenAI's chat fine-tuning has it."""
+    return {"messages": [*_messages(prompt, "user"), {"role": "assistant", "content": answer}]}
+
+
+def label_studio_task(row: ExportRow) -> dict[str, object]:
+    """A vote as a task of Label Studio with one annotation; its raters have numbers there, so `data` has the name."""
+    is_left = row.chosen_side != "right"
+    sides = [plain_text(side) for side in ((row.chosen, row.rejected) if is_left else (row.rejected, row.chosen))]
+    result = {
+        "from_name": "preference",
+        "to_name": "text1,text2",
+        "type": "pairwise",
+        "value": {"selected": "left" if is_left else "right"},
+    }
+    data = {"prompt": plain_content(row.prompt), "text1": sides[0], "text2": sides[1], "raters": {"1": row.rater}}
+    return {"id": row.vote_id, "data": data, "annotations": [{"completed_by": 1, "result": [result]}]}
+
+
+def _messages(content: Text, role: str) -> list[object]:
+    return [{"role": role, "content": content}] if isinstance(content, str) else [dict(one) for one in content]
 
 
 def vote_columns(row: ExportRow) -> dict[str, object]:

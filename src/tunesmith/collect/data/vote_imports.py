@@ -133,7 +133,7 @@ class VoteFiles:
                 )
             self._scan(source, one)
         self.understood = [self._checked(source, one, is_forced=forced is not None) for source, one in self._formats]
-        self.num_given = sum(one.num_pairs + one.num_labels + one.num_demonstrations for one in self.understood)
+        self.num_given = sum(map(_num_given, self.understood))
 
     def rows(self) -> Iterator[Given]:
         """What the files hold, in their order, without the bad rows."""
@@ -154,7 +154,7 @@ class VoteFiles:
         for where, read in _rows(source):
             with suppress(RowError):  # which the check reports
                 form.scan(Row(where, read()), found)
-        if form is ARGILLA:
+        if form is ARGILLA and self.labels != "drop":
             check_question(source, found)
 
     def _checked(self, source: str, form: Format, *, is_forced: bool) -> Understood:
@@ -171,6 +171,8 @@ class VoteFiles:
                     _count(one, seen, prompts)
             except RowError as error:
                 bad.add(where, error)
+        # Of rows that bring nothing, such as verdicts of models, no file is understood.
+        bad.skip = bad.skip and _num_given(seen) > 0
         try:
             bad.check()
         except DataError as error:
@@ -219,6 +221,10 @@ class VoteFiles:
             return one
         item = replace(_item_of(one), heldout=True)
         return replace(one, item=item) if isinstance(one, GivenVote) else item
+
+
+def _num_given(seen: Understood) -> int:
+    return seen.num_pairs + seen.num_labels + seen.num_demonstrations
 
 
 def _rows(source: str) -> Iterator[Place]:

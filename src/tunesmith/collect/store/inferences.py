@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, exists, func, insert, select
 
 from tunesmith.base.core.errors import UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
@@ -276,6 +276,19 @@ def after(connection: Connection, cursor: int, limit: int) -> list[StoredFeedbac
         )
         for row in connection.execute(query)
     ]
+
+
+def demonstrated(connection: Connection, cursor: int, limit: int) -> list[tuple[int, Text, str]]:
+    """Id, prompt and text of at most `limit` demonstrations with an id above `cursor`; of each the latest revision."""
+    later = feedback.alias()
+    same = (getattr(later.c, name) == feedback.c[name] for name in ("inference_id", "choice", "rater_id", "metric"))
+    is_last = ~exists().where(*same, later.c.revision > feedback.c.revision)
+    columns = feedback.c.id, inferences.c.prompt_json, feedback.c.value_json
+    is_said = feedback.c.value_json.is_not(None)
+    wanted = feedback.c.metric == "demonstration", feedback.c.id > cursor, is_last, is_said
+    joined = feedback.join(inferences, inferences.c.id == feedback.c.inference_id)
+    query = select(*columns).select_from(joined).where(*wanted).order_by(feedback.c.id).limit(limit)
+    return [(row[0], row[1], row[2]) for row in connection.execute(query)]
 
 
 def _stored(row: Any, said: Feedback, *, is_repeat: bool = False) -> StoredFeedback:
