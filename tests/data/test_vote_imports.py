@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -421,3 +423,22 @@ def _peak_of_check(path: Path) -> float:
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path):
     peaks = [_peak_of_check(_many(tmp_path / f"{num}.jsonl", num)) for num in (500, 5000)]
     assert peaks[1] < peaks[0] + 1.0, peaks
+
+
+_IMPORT = """
+import resource, sys
+from tunesmith.apps.cli.main import main
+assert main(["votes", "import", sys.argv[1], "--dir", sys.argv[2], "--json"]) == 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+@pytest.mark.parametrize("num", [2000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
+def test_an_import_of_any_size_takes_the_memory_of_one_portion(tmp_path: Path, num: int):
+    """A million rows of 0.3 kB are held in no list: the peak of the process stays below 400 MB."""
+    file = _many(tmp_path / "many.jsonl", num)
+    command = [sys.executable, "-c", _IMPORT, str(file), str(tmp_path / "live")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    facts, peak = done.stdout.splitlines()
+    assert json.loads(facts)["num_new"] == num
+    assert float(peak) < 400
