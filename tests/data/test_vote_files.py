@@ -16,11 +16,10 @@ from tunesmith.collect.data.vote_files import (
     demonstration_columns,
     format_of,
     ranking_columns,
-    read_given_votes,
-    read_items,
     write_rows,
     write_votes,
 )
+from tunesmith.collect.data.vote_imports import read_given_votes, read_items
 from tunesmith.collect.store.records import CampaignSettings, Candidate, ExportRow, NewItem, Verdict
 from tunesmith.collect.store.votes import VoteStore
 

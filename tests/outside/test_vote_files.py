@@ -19,7 +19,8 @@ from tunesmith.base.core.errors import DataError, InputError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.data.rows import RowError
 from tunesmith.collect.data.sets import demonstration_sets, direct_sets, preference_sets, prompt_sets
-from tunesmith.collect.data.vote_files import VoteFormat, read_given_votes, read_items, write_votes
+from tunesmith.collect.data.vote_files import VoteFormat, write_votes
+from tunesmith.collect.data.vote_imports import read_given_votes, read_items
 from tunesmith.collect.data.vote_values import UNKNOWN_RATER, rater_of, time_of
 from tunesmith.collect.store.records import CampaignSettings, Candidate, ExportRow, GivenVote, Imported, NewItem
 from tunesmith.collect.store.votes import VoteStore, import_into

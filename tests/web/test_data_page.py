@@ -12,6 +12,7 @@ from tunesmith.collect.data.pairs import load_preferences
 from tunesmith.collect.store.records import CampaignSettings
 from tunesmith.collect.web.access import API, MAX_FILE
 
+ASKED = [{"role": "user", "content": "Q"}]
 ROW = {"prompt": "P", "chosen": "a", "rejected": "b", "rater": "ann"}
 
 
@@ -47,14 +48,24 @@ def test_a_file_is_imported_while_the_server_runs(parts, tmp_path):
 
 def test_what_is_wrong_with_a_file_is_said_with_its_line(parts, tmp_path):
     admin = parts.client(parts.store.add_rater("root", "admin").token)
-    state = sent(admin, [ROW, {**ROW, "rater": ["x"]}], name="my votes.jsonl", labels="votes")
+    state = sent(admin, [{**ROW, "rater": ["x"]}], name="my votes.jsonl", labels="votes")
     assert state["state"] == "failed"
-    assert "my votes.jsonl:2: `rater` is a list" in state["message"]
+    assert "my votes.jsonl:1: `rater` is a list" in state["message"]
     assert str(tmp_path) not in state["message"]
     assert "unknown kind of file" in sent(admin, [ROW], name="votes.xlsx")["message"]
-    assert "1 bad row" in sent(admin, [ROW, {}], name="../../etc/votes.jsonl")["message"]
+    assert "1 bad row" in sent(admin, [{}], name="../../etc/votes.jsonl")["message"]
     assert list((tmp_path / "uploads").iterdir()) == []
     assert parts.store.reader.stats().num_items == 0
+
+
+def test_bad_rows_are_named_and_the_others_of_an_export_of_another_tool_are_votes(parts):
+    admin = parts.client(parts.store.add_rater("root", "admin").token)
+    turns = {f"conversation_{side}": [*ASKED, {"role": "assistant", "content": side}] for side in "ab"}
+    battle = {**turns, "model_a": "m", "model_b": "n", "winner": "model_a", "judge": "j"}
+    state = sent(admin, [battle, {**battle, "winner": "none"}], name="battles.jsonl")
+    assert state["state"] == "done"
+    assert state["message"].startswith("battles of LMArena: 1 votes added, 0 were there already; 1 bad rows left out")
+    assert "battles.jsonl:2: `winner` is 'none'" in state["message"]
 
 
 def test_only_admins_send_files_and_only_as_files(parts):

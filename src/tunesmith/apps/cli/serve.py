@@ -105,7 +105,7 @@ def serve(words: Sequence[str]) -> None:
 
     items: Sequence[NewItem] = ()
     if options.pairs is not None:
-        from tunesmith.collect.data.vote_files import read_items
+        from tunesmith.collect.data.vote_imports import read_items
 
         items = read_items(options.pairs)  # all of them, before anything is stored
     settings = ServerSettings(

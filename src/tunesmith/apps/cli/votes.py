@@ -1,5 +1,6 @@
 """`tunesmith votes import | export | stats`: the votes of a folder. Nothing here loads torch."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,19 +28,22 @@ _QUIET = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Put pairs and rankings of files before raters, or take over votes that were made elsewhere."""
+    """Put pairs and rankings of files before raters, or take over votes and feedback that were given elsewhere."""
 
     files: Annotated[
-        tuple[str, ...], Positional, flag("JSONL, CSV, Parquet, a datasets folder, Argilla's records.", "FILE")
+        tuple[str, ...], Positional, flag("JSONL, JSON, CSV, Parquet, a datasets folder, exports of tools.", "FILE")
     ] = ()
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     labels: Annotated[
-        Literal["drop", "votes", "gold"],
+        Literal["drop", "votes", "gold"] | None,
         flag(
             "What the files say of the better answer: `drop` it and ask raters, take it for `votes`, or check raters "
-            "silently by it (`gold`).",
+            "silently by it (`gold`). Without it, pairs in columns and Argilla's records are put before raters, and "
+            "the exports of other tools are votes.",
         ),
-    ] = "drop"
+    ] = None
+    format: Annotated[str | None, flag("Format; without it, the content says it.", "NAME")] = None
+    preview: Annotated[bool, flag("Show what the files hold, and store nothing.")] = False
     campaign: Annotated[str, flag("Campaign, made if it is new.", "NAME")] = "default"
     heldout: Annotated[bool, flag("Votes on these items check versions and train nothing.")] = False
     question: Annotated[
@@ -56,7 +60,9 @@ class ExportVotesOptions:
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     kind: Annotated[Literal["votes", "rankings", "demonstrations"], flag("What to write.")] = "votes"
     format: Annotated[
-        Literal["jsonl", "csv", "parquet", "datasets", "argilla"] | None, flag("Format; without it, the name says it.")
+        Literal["jsonl", "csv", "parquet", "datasets", "argilla", "openai-preference", "openai-chat", "label-studio"]
+        | None,
+        flag("Format; without it, the name says it."),
     ] = None
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
     decided: Annotated[bool, flag("Leave out ties: for libraries that know no column `tie`.")] = False
@@ -79,25 +85,34 @@ def import_(words: Sequence[str]) -> None:
     if not options.files:
         raise InputError("no file is named; give one or more, such as pairs.jsonl")
     from tunesmith.base.runs.progress import progress
-    from tunesmith.collect.data.vote_files import import_notes, read_for
+    from tunesmith.collect.data.vote_imports import VoteFiles, import_notes
     from tunesmith.collect.store.votes import import_into
 
     with reporting(as_json=options.json) as output:
-        # All files are read before anything is stored.
-        rows = read_for(options.labels, options.files, heldout=options.heldout, question=options.question)
-        what = "votes" if options.labels == "votes" else "items"
-        with progress(what, len(rows), enabled=len(rows) > _QUIET and wants_progress()) as reporter:
+        # All files are checked before anything is stored.
+        files = VoteFiles(
+            options.files, options.labels, heldout=options.heldout, question=options.question, form=options.format
+        )
+        facts: dict[str, object] = {"files": list(map(asdict, files.understood)), "labels": files.labels}
+        for line in itertools.chain.from_iterable(one.lines() for one in files.understood):
+            output.say(line)
+        if options.preview:
+            output.finish(facts)
+            return
+        what = "votes" if files.labels == "votes" else "items"
+        with progress(what, files.num_given, enabled=files.num_given > _QUIET and wants_progress()) as reporter:
             done = import_into(
                 options.dir.expanduser() / VOTES_FILE,
                 options.campaign,
-                rows,
+                files.rows(),
                 lambda num_done, _: reporter.update(num_done),
                 lambda message: _log.info("%s", message),
+                files.num_given,
             )
         output.say(f"{done.num_new} {what} added, {done.num_there} were there already")
-        for line in import_notes(done, options.labels, heldout=options.heldout):
+        for line in import_notes(done, files.labels, heldout=options.heldout):
             output.say(line)
-        output.finish({"dir": options.dir, **asdict(done), "labels": options.labels})
+        output.finish({"dir": options.dir, **asdict(done), **facts})
 
 
 def export(words: Sequence[str]) -> None:
@@ -106,6 +121,7 @@ def export(words: Sequence[str]) -> None:
     from tunesmith.collect.data.vote_files import (
         demonstration_columns,
         format_of,
+        openai_chat,
         ranking_columns,
         write_rows,
         write_votes,
@@ -114,10 +130,19 @@ def export(words: Sequence[str]) -> None:
     form = options.format or format_of(options.dest)
     if form == "argilla" and options.kind != "votes":
         raise InputError(f"Argilla's records hold votes, not {options.kind}; choose another format")
+    if form in ("openai-preference", "label-studio") and options.kind != "votes":
+        raise InputError(f"{form} holds votes, not {options.kind}; choose another format")
+    if form == "openai-chat" and options.kind != "demonstrations":
+        raise InputError("openai-chat holds written answers; add --kind demonstrations")
     with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
         if options.kind == "rankings":
             num = write_rows(options.dest, map(ranking_columns, reader.export_rankings(campaign_id)), form)
+        elif form == "openai-chat":
+            written = ((one.prompt, one.text) for one in reader.export_demonstrations(campaign_id))
+            edited = reader.corrections() if campaign_id is None else ()
+            rows = itertools.chain(written, edited)
+            num = write_rows(options.dest, itertools.starmap(openai_chat, rows), "jsonl")
         elif options.kind == "demonstrations":
             num = write_rows(options.dest, map(demonstration_columns, reader.export_demonstrations(campaign_id)), form)
         else:

@@ -10,10 +10,11 @@ object a line. Without `--stay` it ends when nothing is asked for ten minutes. A
   `most_new_tokens` then, and no more than the context holds. `presence_penalty`, `frequency_penalty` and `num_top` as
   in `engine/rollout/open_batch.py`.
 
-Its replies: `begun`, with the `prompt` as the model reads it, as text and ids, and the length of its `context`; any number with what was drawn of a
-`sample`: new `text`, `token_ids`, and their `scores`; an `answer` for each sample; then `done`. Or an `error`, whose
-`kind` is `model` for one that cannot be loaded, `context` for a prompt that is too long, `prompt` for what cannot be
-drawn otherwise, and `engine` if the engine failed. `{"stop": id}` ends a request without further replies.
+Its replies: `begun`, with the `prompt` as the model reads it, as text and ids, and the length of its `context`; any
+number with what was drawn of a `sample`: new `text`, `token_ids`, and their `scores`; an `answer` for each sample; then
+`done`. Or an `error`, whose `kind` is `model` for one that cannot be loaded, `context` for a prompt that is too long,
+`prompt` for what cannot be drawn otherwise, and `engine` if the engine failed. `{"stop": id}` ends a request without
+further replies.
 """
 
 import json

@@ -7,26 +7,21 @@ field, `tie` or `both_bad`) or a ranking (the names, best first, or a list of `v
 """
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, cast
 
 from tunesmith.base.core.errors import DataError
-from tunesmith.base.core.log import get_logger
 from tunesmith.base.schema.records import Message, Text, plain_text
-from tunesmith.collect.data.rows import BadRows, Row, RowError, as_content, heldout_mark, kind_of
-from tunesmith.collect.data.sources import parse_rows, source_rows
+from tunesmith.collect.data.foreign_values import PROMPT_FIELDS, Facts, Found
+from tunesmith.collect.data.rows import Row, RowError, as_content, heldout_mark, kind_of
 from tunesmith.collect.data.vote_values import mapping_of, rater_of
+from tunesmith.collect.store.content import encode_json
 from tunesmith.collect.store.records import Candidate, ExportRow, GivenVote, NewItem, PreferenceName
 
-_log = get_logger(__name__)
-
-T = TypeVar("T")
-
 _QUESTION = "preference"
-_PROMPT_FIELDS = ("system", "prompt", "instruction", "input", "question", "context", "chat")
+_RESPONSES = ".responses"
 _COUNTED = (None, "submitted")
 """Status of a response that its rater has handed in; exports of one's own code may leave it out."""
 
@@ -34,16 +29,10 @@ _RATER_SPACE = uuid.UUID("5f0c9a5e-6c2b-5c1e-9d4b-2b1f6f3f7a10")
 """Argilla knows users by UUID: a name's is made from this one, so that it is the same in every export."""
 
 
-def is_argilla(source: str | Path) -> bool:
-    """True if the first row of a file is a record of Argilla; what is wrong with a row is said by its reader."""
-    if not Path(source).expanduser().is_file():
-        return False
-    for _, read in source_rows(str(source)):
-        with suppress(DataError):
-            columns = read()
-            return isinstance(columns.get("fields"), Mapping) and "responses" in columns
-        break
-    return False
+def is_argilla(columns: Facts) -> bool:
+    """True for a record, as `to_json` writes it, or flat, as `to_datasets` does."""
+    is_record = isinstance(columns.get("fields"), Mapping) and "responses" in columns
+    return is_record or any(name.endswith(_RESPONSES) for name in columns)
 
 
 def argilla_records(rows: Iterable[ExportRow]) -> list[dict[str, Any]]:
@@ -78,27 +67,41 @@ def plain_content(content: Text) -> object:
     return content if isinstance(content, str) else [dict(message) for message in content]
 
 
-def argilla_items(source: str | Path) -> list[NewItem]:
-    """The pairs of a file of records, whatever was said of them. Raises DataError that names bad records."""
-    return [record.item for record in _parsed(source, _record)]
+def scan_argilla(row: Row, found: Found) -> None:
+    """Note which questions the record answers, with its place."""
+    record = _record(row)
+    for name in record.responses:
+        if record.of(name):
+            found.questions.setdefault(name, row.where)
 
 
-def argilla_votes(source: str | Path, question: str | None = None) -> list[GivenVote]:
-    """The votes in a file of records, one for each response to `question`; if there is one question, to that.
-
-    Raises DataError that names bad records, and if there are several questions but none is named.
+def read_argilla(row: Row, found: Found) -> list[GivenVote]:
+    """The votes in a record, one for each response that was handed in to the question that was named, or the one
+    that there is.
     """
-    records = _parsed(source, _record)
-    asked = _question(str(source), records, question)
-    votes = _parsed(source, lambda row: _record(row).votes(asked))
-    num_open = sum(response.status not in _COUNTED for record in records for response in record.of(asked))
-    if num_open:
-        _log.warning("%s: %d responses left out, because they are drafts or were discarded", source, num_open)
-    return [vote for of_record in votes for vote in of_record]
+    record, asked = _record(row), found.question or next(iter(found.questions), _QUESTION)
+    found.num_open += sum(response.status not in _COUNTED for response in record.of(asked))
+    return record.votes(asked)
 
 
-def _parsed(source: str | Path, parse: Callable[[Row], T]) -> list[T]:
-    return parse_rows(source, parse, bad=BadRows(can_skip=False))
+def check_question(source: str, found: Found) -> None:
+    """Raise DataError if it is not known which question tells the better answer."""
+    listed = ", ".join(f"`{name}` ({where})" for name, where in found.questions.items())
+    if found.question is not None and found.question not in found.questions:
+        raise DataError(f"{source} has no response to a question {found.question!r}; it has {listed or 'none at all'}")
+    if found.question is None and len(found.questions) > 1:
+        raise DataError(
+            f"{source} has responses to {len(found.questions)} questions: {listed}; name the one that tells the better "
+            "answer (--question NAME)"
+        )
+
+
+def argilla_items(row: Row, found: Found, gold: bool) -> list[NewItem]:
+    """The pair of a record, whatever was said of it; with `gold` once for each response that calls one better."""
+    if not gold:
+        return [_record(row).item]
+    votes = read_argilla(row, found)
+    return [replace(vote.item, gold=vote.better) for vote in votes if vote.verdict in ("much_better", "better")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +145,17 @@ class _Record:
 
 
 def _record(row: Row) -> _Record:
-    fields, responses, metadata = (
-        mapping_of(row.columns.get(name), name) for name in ("fields", "responses", "metadata")
-    )
+    columns = row.columns if "fields" in row.columns else _nested(row.columns)
+    fields, responses, metadata = (mapping_of(columns.get(name), name) for name in ("fields", "responses", "metadata"))
     given = {name: value for name, value in fields.items() if value is not None and value != ""}
-    names = tuple(name for name in given if name not in _PROMPT_FIELDS)
+    names = tuple(name for name in given if name not in PROMPT_FIELDS)
     odd = [name for name in names if not isinstance(given[name], str)]
     if odd:
         raise RowError(f"`fields.{odd[0]}` is {kind_of(given[odd[0]])}; an answer is text, remove the field")
     if len(names) != 2:
         raise RowError(
             f"`fields` has {len(names)} answers ({', '.join(names)}); give two, beside those of the prompt "
-            f"({', '.join(_PROMPT_FIELDS)})"
+            f"({', '.join(PROMPT_FIELDS)})"
         )
     texts = [str(given[name]) for name in names]
     if texts[0] == texts[1]:
@@ -166,6 +168,36 @@ def _record(row: Row) -> _Record:
     )
     answered = {question: _responses(question, given) for question, given in responses.items()}
     return _Record(row.where, item, names, answered, metadata)
+
+
+def _nested(columns: Facts) -> Facts:
+    """A flat record as a nested one. Fields and metadata stand side by side in it: if more than two texts might be
+    answers, those are that a response names, or whose name differs from such a one in its last character.
+    """
+    questions = [name.removesuffix(_RESPONSES) for name in columns if name.endswith(_RESPONSES)]
+    responses: dict[str, list[Facts]] = {}
+    for question in questions:
+        name = f"{question}{_RESPONSES}"
+        values, users, states = (_listed(columns, f"{name}{part}") for part in ("", ".users", ".status"))
+        rows = zip_longest(values, users, states)
+        responses[question] = [{"value": value, "user_id": user, "status": state} for value, user, state in rows]
+    known = ("id", "status", "_server_id", "heldout", "prompt_id")
+    plain = {name: one for name, one in columns.items() if "." not in name and name not in known and one is not None}
+    texts = [name for name in plain if isinstance(plain[name], str) and name not in PROMPT_FIELDS]
+    if len(texts) > 2:
+        named = encode_json(list(responses.values()))
+        # `response_1` and `response_2`: a rater who always prefers one never names the other.
+        begins = {name[:-1] for name in texts if f'"{name}"' in named or f'"{name}_much"' in named}
+        texts = [name for name in texts if name[:-1] in begins]
+    fields = {name: one for name, one in plain.items() if name in PROMPT_FIELDS or name in texts}
+    return {"fields": fields, "responses": responses, "metadata": columns}
+
+
+def _listed(columns: Facts, name: str) -> Sequence[object]:
+    value = columns.get(name)
+    if value is not None and not isinstance(value, list | tuple):
+        raise RowError(f"`{name}` is {kind_of(value)}; give a list", "wrong type")
+    return cast(Sequence[object], value or ())
 
 
 def _prompt(parts: Mapping[str, Text]) -> Text:
@@ -193,20 +225,6 @@ def _responses(question: str, given: object) -> list[_Response]:
         raise RowError(f"`{name}` is {kind_of(given)}; give a list of responses", "wrong type")
     facts = [mapping_of(one, name) for one in cast(Sequence[object], given)]
     return [_Response(one.get("value"), one.get("user_id"), one.get("status")) for one in facts]
-
-
-def _question(source: str, records: Sequence[_Record], wanted: str | None) -> str:
-    """The question that tells the better answer. Raises DataError if it is not known which one."""
-    first = {name: record.where for record in reversed(records) for name in record.responses if record.of(name)}
-    listed = ", ".join(f"`{name}` ({where})" for name, where in first.items())
-    if wanted is not None and wanted not in first:
-        raise DataError(f"{source} has no response to a question {wanted!r}; it has {listed or 'none at all'}")
-    if wanted is None and len(first) > 1:
-        raise DataError(
-            f"{source} has responses to {len(first)} questions: {listed}; name the one that tells the better answer "
-            "(--question NAME)"
-        )
-    return wanted or next(iter(first), _QUESTION)
 
 
 def _label(value: object, names: Sequence[str], question: str) -> tuple[PreferenceName, int]:

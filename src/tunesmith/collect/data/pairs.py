@@ -196,7 +196,7 @@ def load_preferences(
     if isinstance(source, str) and source == "":
         raise DataError("no pairs are given; name a JSONL file with `chosen` and `rejected` columns in `pairs.source`")
     as_text = (section or PairsSection()).dialogues == "text"
-    return parse_rows(source, lambda row: _as_preference(row, as_text), label="pairs", bad=bad, records=(Pair, Ranking))
+    return parse_rows(source, lambda row: as_preference(row, as_text), label="pairs", bad=bad, records=(Pair, Ranking))
 
 
 def load_judgements(
@@ -214,11 +214,15 @@ def load_judgements(
     as_text = (section or PairsSection()).dialogues == "text"
 
     def parse(row: Row) -> Judgement | Pair | Ranking:
-        names = row.columns.keys()
-        is_one = LABEL in names or ("completion" in names and not names & {"chosen", "rejected", COMPLETIONS})
-        return _as_judgement(row) if is_one else _as_preference(row, as_text)
+        return as_judgement(row) if is_judgement(row) else as_preference(row, as_text)
 
     return parse_rows(source, parse, label="judgements", bad=bad, records=(Judgement, Pair, Ranking))
+
+
+def is_judgement(row: Row) -> bool:
+    """True for a row of one completion, with a label or without."""
+    names = row.columns.keys()
+    return LABEL in names or ("completion" in names and not names & {"chosen", "rejected", COMPLETIONS})
 
 
 def pairs_of(item: Pair | Ranking) -> list[Pair]:
@@ -257,7 +261,8 @@ def _as_row(pair: Pair) -> dict[str, object]:
     return row
 
 
-def _as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
+def as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
+    """The row as a pair or a ranking. Raises RowError."""
     columns = row.columns
     if COMPLETIONS in columns and "chosen" not in columns:
         return _as_ranking(row)
@@ -326,7 +331,8 @@ def _margin(value: object, tie: bool) -> float | None:
     return float(value)
 
 
-def _as_judgement(row: Row) -> Judgement:
+def as_judgement(row: Row) -> Judgement:
+    """The row as a completion judged alone. Raises RowError."""
     columns = row.columns
     if "completion" not in columns:
         raise missing_column("completion", row)

@@ -5,6 +5,7 @@ standard library alone; the others the extra `tunesmith[data]`, which is importe
 """
 
 import ast
+import codecs
 import csv
 import gzip
 import importlib
@@ -15,10 +16,11 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 from tunesmith.base.core.errors import DataError, MissingDependencyError
 from tunesmith.collect.data.rows import Candidate, Refused, RowError, checked_columns
@@ -37,112 +39,222 @@ _BOM = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _GZIP_MAGIC = b"\x1f\x8b"
 _SPACE = " \t\n\r"
+_CHUNK = 1 << 16
+_LONGEST_TOKEN = len(r"\ud83d\ude00")
+_MAX_CELL = (1 << 31) - 1
 _NOT_UTF8 = re.compile(r"[\udc80-\udcff]")  # what `surrogateescape` makes of bytes that are no UTF-8
 
 
 def jsonl_rows(path: Path) -> Iterator[Candidate]:
-    """The lines of a JSONL file. Empty lines at the end are skipped."""
-    lines = read_bytes(path).split(b"\n")
-    last_is_closed = not lines[-1].strip()
-    while lines and not lines[-1].strip():
-        lines.pop()
+    """The lines of a JSONL file, one of which is held at a time. Empty lines at the end are skipped."""
     decoder = _decoder()
-    for number, line in enumerate(lines, start=1):
-        is_cut = number == len(lines) and not last_is_closed
-        yield f"{path.name}:{number}", partial(_parse_line, decoder, line, is_cut)
+    blank: list[int] = []
+    with opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                blank.append(number)
+                continue
+            for place in blank:
+                yield f"{path.name}:{place}", partial(_parse_line, decoder, b"", False)
+            blank.clear()
+            yield f"{path.name}:{number}", partial(_parse_line, decoder, line, not line.endswith(b"\n"))
 
 
 def json_rows(path: Path) -> Iterator[Candidate]:
     """The objects of a JSON list, each named by the line on which it begins, and further ones on it by their number.
+    One is held at a time.
 
     Raises DataError for a file that is no list, and where it stops being JSON: later rows cannot be told apart. A file
     that is cut off at its end loses the cut row alone.
     """
-    content = read_bytes(path)
-    text = content.decode("utf-8", errors="surrogateescape")
-    is_utf8 = _NOT_UTF8.search(text) is None
+    with opened(path) as file:
+        window = _Window(file)
+        if window.next() != "[":
+            hint = "; a file with one object on each line is named .jsonl" if window.next() == "{" else ""
+            raise DataError(f"{path} holds no list; expected {LIST_FORM}{hint}")
+        window.skip(1)
+        decoder, separator = _decoder(), ""
+        last_line, num_on_line = 0, 0
+        while window.next() != "]" or separator == ",":
+            line = window.line
+            num_on_line = num_on_line + 1 if line == last_line else 1
+            last_line = line
+            # Rows are told apart by their place.
+            where = f"{path.name}:{line}" + (f"#{num_on_line}" if num_on_line > 1 else "")
+            try:
+                value, is_utf8 = window.value(decoder)
+            except (ValueError, RecursionError) as error:
+                yield f"{path.name}:{line}", _cut_row(window.text, f"{path.name}:{line}", error)
+                return
+            yield where, partial(_json_columns, value, is_utf8)
+            separator = window.next()
+            if not separator:
+                reason = "the list is cut off; is the file complete?"
+                yield f"{path.name}:{window.line}", partial(_cut_off, reason)
+                return
+            if separator not in ",]":
+                raise DataError(
+                    f"{path.name}:{window.line}: not JSON (expected , or ] after an object); correct the file"
+                )
+            if separator == ",":
+                window.skip(1)
+        window.skip(1)
+        if window.next():
+            raise DataError(f"{path.name}:{window.line}: not JSON (text after the end of the list); correct the file")
+
+
+def object_rows(path: Path) -> Iterator[Candidate]:
+    """The rows of a JSON file that holds objects without a list around them: one on each line, or a single one, which
+    is the row, unless it is a page of an API, which has its rows in `data`.
+    """
     decoder = _decoder()
-    position = _after_space(text, 0)
-    if text[position : position + 1] != "[":
-        hint = "; a file with one object on each line is named .jsonl" if text[position : position + 1] == "{" else ""
-        raise DataError(f"{path} holds no list; expected {LIST_FORM}{hint}")
-    position, line, separator = position + 1, 1 + text.count("\n", 0, position), ""
-    last_line, num_on_line = 0, 0
-    while True:
-        start = _after_space(text, position)
-        line, position = line + text.count("\n", position, start), start
-        num_on_line = num_on_line + 1 if line == last_line else 1
-        last_line = line
-        # Rows are told apart by their place.
-        where = f"{path.name}:{line}" + (f"#{num_on_line}" if num_on_line > 1 else "")
-        if text[position : position + 1] == "]" and separator != ",":
-            break
+    with opened(path) as file:
+        first = file.readline().decode("utf-8", errors="surrogateescape")
         try:
-            value, end = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            place = f"{path.name}:{line}"
-            yield place, _cut_row(text, place, error)
+            decoder.decode(first)
+        except ValueError:
+            rest = file.read().decode("utf-8", errors="surrogateescape")
+        else:
+            yield from jsonl_rows(path)
             return
-        yield where, partial(_json_columns, value, is_utf8)
-        line += text.count("\n", position, end)
-        position = _after_space(text, end)
-        line += text.count("\n", end, position)
-        separator = text[position : position + 1]
-        if not separator:
-            yield f"{path.name}:{line}", partial(_cut_off, "the list is cut off; is the file complete?")
-            return
-        if separator not in ",]":
-            raise DataError(f"{path.name}:{line}: not JSON (expected , or ] after an object); correct the file")
-        position += separator == ","
-    if text[position + 1 :].strip():
-        raise DataError(f"{path.name}:{line}: not JSON (text after the end of the list); correct the file")
+    try:
+        value = decoder.decode(first + rest)
+    except (ValueError, RecursionError) as error:
+        yield f"{path.name}:1", _cut_row(first + rest, f"{path.name}:1", error)
+        return
+    page = value.get("data") if isinstance(value, dict) else None
+    rows = page if isinstance(page, list) else [value]
+    for number, row in enumerate(rows, start=1):
+        yield f"{path.name}:{number}", partial(_json_columns, row, True)
+
+
+def begins_with_object(path: Path) -> bool:
+    """True if the first character of a file, beside space, opens an object."""
+    with opened(path) as file:
+        return _Window(file).next() == "{"
+
+
+class _Window:
+    """The part of a JSON text from the next value on, as far as it is read, and the line on which it begins."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape").decode
+        self._is_whole = False
+        self.text = ""
+        self.line = 1
+
+    def _read(self) -> None:
+        # As much again as is there: a value of many chunks is tried a few times, not once for each chunk.
+        content = self._file.read(max(_CHUNK, len(self.text)))
+        self._is_whole = not content
+        self.text += self._decode(content, final=self._is_whole)
+
+    def next(self) -> str:
+        """The next character that is no space, to which it moves; empty at the end."""
+        while True:
+            self.skip(_after_space(self.text, 0))
+            if self.text or self._is_whole:
+                return self.text[:1]
+            self._read()
+
+    def skip(self, length: int) -> None:
+        """Go on by `length` characters."""
+        self.line += self.text.count("\n", 0, length)
+        self.text = self.text[length:]
+
+    def _is_final(self, error: Exception) -> bool:
+        """True if what follows the text that is read cannot mend the error."""
+        is_open = isinstance(error, json.JSONDecodeError) and error.msg.startswith("Unterminated string")
+        return isinstance(error, json.JSONDecodeError) and not is_open and error.pos < len(self.text) - _LONGEST_TOKEN
+
+    def value(self, decoder: json.JSONDecoder) -> tuple[object, bool]:
+        """The value that begins here, behind which it moves, and True if its text is UTF-8."""
+        while True:
+            try:
+                value, end = decoder.raw_decode(self.text, 0)
+            except (ValueError, RecursionError) as error:
+                if self._is_whole or self._is_final(error):
+                    raise
+            else:
+                # A number may go on behind what is read.
+                if end < len(self.text) or self._is_whole:
+                    is_utf8 = _NOT_UTF8.search(self.text, 0, end) is None
+                    self.skip(end)
+                    return value, is_utf8
+            self._read()
 
 
 def csv_rows(path: Path, delimiter: str = ",") -> Iterator[Candidate]:
-    """The rows of a CSV file with a header, each named by the line on which it begins.
+    """The rows of a CSV file with a header, each named by the line on which it begins. Two are held at a time.
 
     All cells are text, except those of `JSON_CELLS` and lists of messages. Raises DataError for a header with an empty
     or repeated name.
     """
-    content = read_bytes(path)
-    text = content.decode("utf-8", errors="surrogateescape")
-    records = _csv_records(text, delimiter)
-    while records and records[-1][1] == []:
-        records.pop()
-    if not records:
-        return
-    header = records[0][1]
-    if isinstance(header, csv.Error) or not header:
-        raise DataError(f"{path.name}:1: no header ({header or 'blank line'}); expected {TABLE_FORM}")
-    bad = next((name for name in header if not name.strip() or header.count(name) > 1), None)
-    if bad is not None:
-        fault = "is given twice" if bad.strip() else "is empty"
-        raise DataError(f"{path.name}:1: column name {bad!r} {fault}; name each column once")
-    last_is_closed = text.endswith(("\n", "\r"))
-    for index, (line, cells) in enumerate(records[1:], start=2):
-        is_cut = index == len(records) and not last_is_closed
-        yield f"{path.name}:{line}", partial(_table_columns, header, cells, is_cut)
+    with opened(path) as file:
+        lines = _Lines(io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline=""))
+        records = _csv_records(lines, delimiter)
+        _, header = next(records, (1, None))
+        if header is None:
+            return
+        if isinstance(header, csv.Error) or not header:
+            raise DataError(f"{path.name}:1: no header ({header or 'blank line'}); expected {TABLE_FORM}")
+        bad = next((name for name in header if not name.strip() or header.count(name) > 1), None)
+        if bad is not None:
+            fault = "is given twice" if bad.strip() else "is empty"
+            raise DataError(f"{path.name}:1: column name {bad!r} {fault}; name each column once")
+        blank: list[tuple[int, list[str] | csv.Error]] = []
+        record = next(records, None)
+        while record is not None:
+            following = next(records, None)
+            is_cut = following is None and not lines.last.endswith(("\n", "\r"))
+            blank.append(record)
+            if record[1] == []:
+                record = following  # empty lines at the end are skipped
+                continue
+            yield from ((f"{path.name}:{line}", partial(_table_columns, header, one, is_cut)) for line, one in blank)
+            blank = []
+            record = following
 
 
-def read_bytes(path: Path) -> bytes:
+class _Lines:
+    """The lines of a file, and the last that was read."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = iter(lines)
+        self.last = ""
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        self.last = next(self._lines)
+        return self.last
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
     """The bytes of a file, unpacked if they are gzipped, without a byte order mark.
 
     Raises DataError if the file cannot be read, is UTF-16, or is a damaged archive.
     """
     try:
-        content = path.read_bytes()
+        with ExitStack() as stack:
+            packed = stack.enter_context(path.open("rb"))
+            is_packed = packed.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
+            if not is_packed and path.suffix == ".gz":
+                raise DataError(f"{path} is named .gz but is not gzipped; rename or compress it")
+            file = cast(io.BufferedReader, stack.enter_context(gzip.open(packed))) if is_packed else packed
+            begin = file.peek(len(_BOM))
+            if begin.startswith(_UTF16_MARKS):
+                raise DataError(f"{path} is UTF-16; save it as UTF-8")
+            if begin.startswith(_BOM):
+                file.read(len(_BOM))
+            yield file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is a damaged or cut-off gzip file ({error}); copy it again") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    if content.startswith(_GZIP_MAGIC):
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(f"{path} is a damaged or cut-off gzip file ({error}); copy it again") from error
-    elif path.suffix == ".gz":
-        raise DataError(f"{path} is named .gz but is not gzipped; rename or compress it")
-    if content.startswith(_UTF16_MARKS):
-        raise DataError(f"{path} is UTF-16; save it as UTF-8")
-    return content.removeprefix(_BOM)
 
 
 def _parse_line(decoder: json.JSONDecoder, line: bytes, is_cut: bool) -> Mapping[str, object]:
@@ -245,23 +357,22 @@ def _cell(name: str, cell: str) -> object:
         return cell
 
 
-def _csv_records(text: str, delimiter: str) -> list[tuple[int, list[str] | csv.Error]]:
+def _csv_records(lines: Iterator[str], delimiter: str) -> Iterator[tuple[int, list[str] | csv.Error]]:
     """First line and cells of every record; the error in place of cells where a record is no CSV."""
-    records: list[tuple[int, list[str] | csv.Error]] = []
-    # The limit on a cell is one number for the whole process: raised for this reading, then put back.
-    limit_before = csv.field_size_limit(len(text) + 1)
-    try:
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        while True:
-            first_line = reader.line_num + 1
-            try:
-                records.append((first_line, next(reader)))
-            except csv.Error as error:
-                records.append((first_line, error))
-            except StopIteration:
-                return records
-    finally:
-        csv.field_size_limit(limit_before)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        first_line = reader.line_num + 1
+        # The limit on a cell is one number for the whole process: raised for each record, then put back.
+        limit_before = csv.field_size_limit(_MAX_CELL)
+        try:
+            record: list[str] | csv.Error = next(reader)
+        except csv.Error as error:
+            record = error
+        except StopIteration:
+            return
+        finally:
+            csv.field_size_limit(limit_before)
+        yield first_line, record
 
 
 def _decoder() -> json.JSONDecoder:

@@ -38,8 +38,6 @@ Kind = Literal[
 ]
 """Reason why a row cannot be used, by which a tally counts; the error's message has the details."""
 
-_NUM_SHOWN = 10
-
 
 class RowError(DataError):
     """The reason why one row cannot be used. Readers collect these; the caller sees all of them in one `DataError`."""
@@ -74,11 +72,13 @@ class BadRows:
     """The bad rows of one source, collected over all stages that look at its rows, from the parser to the tokenizer.
 
     Strict, as by default, each stage ends with an error that lists them. With `skip` they are dropped and counted.
-    `can_skip` is False where there is no key `skip_bad` that an error could name.
+    `can_skip` is False where there is no key `skip_bad` that an error could name. Messages show the first `num_shown`.
     """
 
-    def __init__(self, *, skip: bool = False, can_skip: bool = True) -> None:
+    def __init__(self, *, skip: bool = False, can_skip: bool = True, num_shown: int = 10) -> None:
         self.skip = skip
+        self._num_shown = num_shown
+        self._num_bad = 0
         self._advice = "\nskip_bad: true (--skip-bad) drops bad rows and counts them" if can_skip and not skip else ""
         self.source = "the list of rows"
         self.num_rows = 0
@@ -92,33 +92,36 @@ class BadRows:
 
     def add(self, where: str, error: RowError) -> None:
         """Note that the row at `where` (`pairs.jsonl:7`) cannot be used."""
-        self._problems.append(f"{where}: {error}")
+        self._num_bad += 1
+        if len(self._problems) < self._num_shown:  # of a file of bad rows the others would fill the memory
+            self._problems.append(f"{where}: {error}")
         self._kinds[error.kind] += 1
 
     def check(self) -> None:
         """End a stage. Raises DataError naming and counting the bad rows, unless they are skipped and others are
         left.
         """
-        num_bad = len(self._problems)
+        num_bad = self._num_bad
         if num_bad and (not self.skip or num_bad >= self.num_rows):
             noun = "row" if num_bad == 1 else "rows"
             tail = "; none is left to use" if self.skip else ""
             raise DataError(
-                f"{num_bad} bad {noun} of {self.num_rows} in {self.source}{tail}; correct or remove:\n  {self._shown()}"
+                f"{num_bad} bad {noun} of {self.num_rows} in {self.source}{tail}; correct or remove:\n  {self.shown()}"
                 + self._advice
             )
 
     def finish(self) -> Tally:
         """The tally after the last stage; what was dropped is also logged as a warning."""
         kinds = sorted(self._kinds.items(), key=lambda item: (-item[1], item[0]))
-        tally = Tally(self.num_rows, self.num_rows - len(self._problems), dict(kinds))
+        tally = Tally(self.num_rows, self.num_rows - self._num_bad, dict(kinds))
         if self._problems:
-            _log.warning("%s: %s\n  %s", self.source, tally, self._shown())
+            _log.warning("%s: %s\n  %s", self.source, tally, self.shown())
         return tally
 
-    def _shown(self) -> str:
-        shown = "\n  ".join(self._problems[:_NUM_SHOWN])
-        num_more = len(self._problems) - _NUM_SHOWN
+    def shown(self) -> str:
+        """The first bad rows, one on each line, and how many more there are."""
+        shown = "\n  ".join(self._problems)
+        num_more = self._num_bad - len(self._problems)
         return shown + (f"\n  and {num_more} more" if num_more > 0 else "")
 
 

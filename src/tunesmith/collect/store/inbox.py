@@ -18,15 +18,12 @@ from typing import Any, cast
 from tunesmith.base.core.errors import DataError, InputError, StoreError
 from tunesmith.base.core.log import get_logger
 from tunesmith.collect.store.content import encode_json
-from tunesmith.collect.store.records import Candidate, GivenVote, Imported, NewItem
+from tunesmith.collect.store.records import Candidate, Given, GivenFeedback, GivenVote, Imported, NewItem
 
 _log = get_logger(__name__)
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of rows done, and of all."""
-
-Rows = Sequence[NewItem | GivenVote]
-"""Items, or votes, which bring theirs."""
 
 TAKEN_WITHIN_S = 30.0
 """An owner of this release takes an import sooner, also while it is busy."""
@@ -40,7 +37,7 @@ class Request:
     """Rows for a campaign, which is made if there is none of this name."""
 
     campaign: str
-    rows: Rows
+    rows: Sequence[Given]
 
 
 def folder_of(path: Path) -> Path:
@@ -119,9 +116,8 @@ class HandedOver:
             folder.mkdir(exist_ok=True)
             aside = self._path.with_suffix(".part")
             with aside.open("w", encoding="utf-8") as file:
-                is_votes = bool(request.rows) and isinstance(request.rows[0], GivenVote)
-                file.write(encode_json({"campaign": request.campaign, "is_votes": is_votes}) + "\n")
-                file.writelines(encode_json(asdict(row)) + "\n" for row in request.rows)
+                file.write(encode_json({"campaign": request.campaign}) + "\n")
+                file.writelines(encode_json([type(row).__name__, asdict(row)]) + "\n" for row in request.rows)
             aside.rename(self._path)
         except OSError as error:
             raise StoreError(f"{folder} cannot be written: {error.strerror or error}") from error
@@ -165,9 +161,9 @@ def _get(path: Path) -> dict[str, Any] | None:
 
 def _read(path: Path) -> Request:
     with path.open(encoding="utf-8") as file:
-        head = json.loads(next(file))
-        make: Callable[[Mapping[str, Any]], Any] = _vote if head["is_votes"] else _item
-        return Request(head["campaign"], [make(json.loads(line)) for line in file])
+        campaign = json.loads(next(file))["campaign"]
+        rows = ((_MAKERS[kind], facts) for kind, facts in map(json.loads, file))
+        return Request(campaign, [make(facts) for make, facts in rows])
 
 
 def _item(facts: Mapping[str, Any]) -> NewItem:
@@ -181,6 +177,15 @@ def _item(facts: Mapping[str, Any]) -> NewItem:
 def _vote(facts: Mapping[str, Any]) -> GivenVote:
     values: dict[str, Any] = {**facts, "item": _item(facts["item"])}
     return GivenVote(**values)
+
+
+def _feedback(facts: Mapping[str, Any]) -> GivenFeedback:
+    return GivenFeedback(**{**facts, "prompt": _frozen(facts["prompt"])})
+
+
+_MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Given]] = {
+    kind.__name__: make for kind, make in ((NewItem, _item), (GivenVote, _vote), (GivenFeedback, _feedback))
+}
 
 
 def _frozen(value: object) -> Any:

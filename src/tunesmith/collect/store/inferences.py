@@ -4,6 +4,7 @@ Feedback is append-only, as votes are. What says which of two answers is better 
 and the statistics read: a `preference`, and a `demonstration`, which is better than the answer that it corrects.
 """
 
+import hashlib
 import math
 import random
 import secrets
@@ -11,14 +12,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, exists, func, insert, select, update
 
 from tunesmith.base.core.errors import UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.answers import answering_pair
-from tunesmith.collect.store.campaigns import rater_of_user
+from tunesmith.collect.store.campaigns import rater_of_user, raters_named
 from tunesmith.collect.store.content import MAX_NAME, check_text, check_values, encode_json
-from tunesmith.collect.store.records import Candidate, Choice, Feedback, Inference, NewItem, StoredFeedback, Verdict
+from tunesmith.collect.store.items import chunks
+from tunesmith.collect.store.records import (
+    MODEL_SOURCE,
+    Candidate,
+    Choice,
+    Feedback,
+    GivenFeedback,
+    Inference,
+    NewItem,
+    StoredFeedback,
+    Verdict,
+)
 from tunesmith.collect.store.tables import feedback, inference_choices, inferences, insert_rows, key_usage, new_id
 
 PREFERENCES: Mapping[str, Verdict] = {
@@ -179,6 +191,106 @@ def give(
     return _stored(connection.execute(select(table).where(table.c.id == row_id)).one(), said)
 
 
+def check_given(given: GivenFeedback) -> None:
+    """Raise VoteError or DataError for imported feedback that cannot be stored."""
+    if given.metric == "preference":
+        raise VoteError("a preference between imported answers is a vote")
+    _checked(Feedback(metric=given.metric, value=given.value, inference=given.answer_id or "0", tags=given.tags))
+    check_values([given.prompt, given.answer, given.id, given.model], "the answer")
+
+
+def add_given(connection: Connection, given: Sequence[GivenFeedback], now: float) -> int:
+    """Number of feedback added of `given`, with the answers that it is about. What is there already is skipped."""
+    for one in given:
+        check_given(one)
+    fresh = {_feedback_name(one): one for one in given}
+    for chunk in chunks(list(fresh)):
+        there = select(feedback.c.name).where(feedback.c.name.in_(chunk))
+        fresh = {name: one for name, one in fresh.items() if name not in set(connection.execute(there).scalars())}
+    people = [name for one in fresh.values() for name in (one.application, one.rater)]
+    rater_ids = raters_named(connection, people, now)
+    answers = _given_answers(connection, list(fresh.values()), rater_ids, now)
+    last = _last_revisions(connection, list(answers.values()))
+    rows: list[dict[str, Any]] = []
+    for name, one in fresh.items():
+        key = (answers[_answer_name(one)], rater_ids[one.rater], one.metric)
+        last[key] = last.get(key, 0) + 1
+        values = {"inference_id": key[0], "rater_id": key[1], "metric": key[2], "revision": last[key]}
+        values |= {"name": name, "episode": "", "choice": 0, "value_json": one.value, "tags_json": dict(one.tags)}
+        rows.append(values | {"created_at": now if one.created_at is None else one.created_at})
+    insert_rows(connection, feedback, rows)
+    return len(rows)
+
+
+def _given_answers(
+    connection: Connection, given: Sequence[GivenFeedback], rater_ids: Mapping[str, int], now: float
+) -> dict[str, int]:
+    """Id of the inference of each name that `_answer_name` gives; those that are missing are added."""
+    wanted = {_answer_name(one): one for one in given}
+    found: dict[str, int] = {}
+    for chunk in chunks(list(wanted)):
+        query = select(inferences.c.name, inferences.c.id).where(inferences.c.name.in_(chunk))
+        found |= {row.name: int(row.id) for row in connection.execute(query)}
+    missing = {name: one for name, one in wanted.items() if name not in found}
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "rater_id": rater_ids[one.application],
+            "user": "",
+            "episode": "",
+            "model": one.model,
+            "prompt_json": one.prompt,
+            "prompt_ids_json": (),
+            "options_json": {},
+            "created_at": now if one.created_at is None else one.created_at,
+        }
+        for name, one in missing.items()
+    ]
+    ids = insert_rows(connection, inferences, rows)
+    # No token ids: which tokens another program drew is not known.
+    unknown = {"message_json": None, "token_ids_json": (), "logps_json": (), "drawn_logps_json": ()}
+    choices = [
+        {
+            **unknown,
+            "inference_id": id_,
+            "position": 0,
+            "text": one.answer,
+            "finish_reason": "stop",
+            "weight_version": None,
+            "source_id": f"{MODEL_SOURCE}{one.model or one.application}"[:MAX_NAME],
+        }
+        for id_, one in zip(ids, missing.values(), strict=True)
+    ]
+    if choices:
+        connection.execute(insert(inference_choices), choices)
+    return found | dict(zip(missing, ids, strict=True))
+
+
+def _last_revisions(connection: Connection, ids: Sequence[int]) -> dict[tuple[int, int, str], int]:
+    """The highest revision of what each rater says of the answers, by answer, rater and metric."""
+    key = feedback.c.inference_id, feedback.c.rater_id, feedback.c.metric
+    found: dict[tuple[int, int, str], int] = {}
+    for chunk in chunks(ids):
+        query = select(*key, func.max(feedback.c.revision)).where(feedback.c.inference_id.in_(chunk)).group_by(*key)
+        found |= {(row[0], row[1], row[2]): int(row[3]) for row in connection.execute(query)}
+    return found
+
+
+def _feedback_name(given: GivenFeedback) -> str:
+    # With the value: what the same person says later of the same answer is a new revision.
+    said = [given.metric, given.value, given.tags, given.created_at]
+    return _given_name("feedback", given.application, given.id, encode_json(said))
+
+
+def _answer_name(given: GivenFeedback) -> str:
+    return _given_name("answer", given.application, given.answer_id, encode_json([given.prompt, given.answer]))
+
+
+def _given_name(*parts: str) -> str:
+    """A name that is the same at every import, and that no request of the endpoint has."""
+    return f"import-{hashlib.sha256(encode_json(parts).encode()).hexdigest()[:48]}"
+
+
 def after(connection: Connection, cursor: int, limit: int) -> list[StoredFeedback]:
     """At most `limit` revisions with an id above `cursor`, in order."""
     joined = feedback.outerjoin(inferences, inferences.c.id == feedback.c.inference_id)
@@ -198,6 +310,19 @@ def after(connection: Connection, cursor: int, limit: int) -> list[StoredFeedbac
         )
         for row in connection.execute(query)
     ]
+
+
+def demonstrated(connection: Connection, cursor: int, limit: int) -> list[tuple[int, Text, str]]:
+    """Id, prompt and text of at most `limit` demonstrations with an id above `cursor`; of each the latest revision."""
+    later = feedback.alias()
+    same = (getattr(later.c, name) == feedback.c[name] for name in ("inference_id", "choice", "rater_id", "metric"))
+    is_last = ~exists().where(*same, later.c.revision > feedback.c.revision)
+    columns = feedback.c.id, inferences.c.prompt_json, feedback.c.value_json
+    is_said = feedback.c.value_json.is_not(None)
+    wanted = feedback.c.metric == "demonstration", feedback.c.id > cursor, is_last, is_said
+    joined = feedback.join(inferences, inferences.c.id == feedback.c.inference_id)
+    query = select(*columns).select_from(joined).where(*wanted).order_by(feedback.c.id).limit(limit)
+    return [(row[0], row[1], row[2]) for row in connection.execute(query)]
 
 
 def _stored(row: Any, said: Feedback, *, is_repeat: bool = False) -> StoredFeedback:

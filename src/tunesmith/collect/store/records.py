@@ -1,7 +1,7 @@
 """Records that the store takes and returns. Times are seconds since the epoch (UTC); ids grow, none is used twice."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal, get_args
 
 from tunesmith.base.schema.records import Text
@@ -477,13 +477,45 @@ class GivenVote:
     left: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """Numbers of rows that an import added, and that existed already; of items that existed and are gold or held out
-    from now on; and of votes left out because the same rater has said otherwise of the same pair.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenFeedback:
+    """What was said elsewhere of an answer that was given elsewhere. `metric` and `value` are as in `Feedback`.
+
+    `application` gave the answer and is who asked, `answer_id` is its own id of it, and `rater` who said what. `id`
+    tells this feedback from others of the application: an import of the same id adds nothing.
     """
 
-    num_new: int
-    num_there: int
+    id: str
+    application: str
+    answer_id: str
+    prompt: Text
+    answer: str
+    metric: str
+    value: bool | float | str
+    rater: str
+    model: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict[str, str])
+    created_at: float | None = None
+
+
+Given = NewItem | GivenVote | GivenFeedback
+"""A row of an import: an item to judge, a vote, which brings its item, or feedback, which brings its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Numbers of items or votes that an import added, and that existed already; of items that existed and are gold or
+    held out from now on; of votes left out because the same rater has said otherwise of the same pair; and of feedback
+    added, and that existed already.
+    """
+
+    num_new: int = 0
+    num_there: int = 0
     num_changed: int = 0
     num_other: int = 0
+    num_feedback: int = 0
+    num_feedback_there: int = 0
+
+    def __add__(self, other: "Imported") -> "Imported":
+        mine, theirs = astuple(self), astuple(other)
+        return Imported(*(one + another for one, another in zip(mine, theirs, strict=True)))

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Table, exists, func, or_, select
 
 from tunesmith.base.core.errors import StoreError
+from tunesmith.base.schema.records import Text
 from tunesmith.collect.store import campaigns, inferences, vote_stats
 from tunesmith.collect.store.content import as_answer, prompt_sha256
 from tunesmith.collect.store.database import ReadOnlyDatabase, or_now
@@ -198,6 +199,15 @@ class VoteReader(ReadOnlyDatabase):
     def export_demonstrations(self, campaign_id: int | None = None) -> Iterator[StoredDemonstration]:
         """Effective written answers in the order of their ids."""
         return _pages(lambda cursor: self.demonstrations_after(cursor, _PAGE, campaign_id))
+
+    def corrections(self) -> Iterator[tuple[Text, str]]:
+        """The prompts and texts of demonstrations that feedback brought, of each the latest, in the order of their ids.
+        Feedback belongs to no campaign.
+        """
+        cursor = 0
+        while page := self.read(lambda c, after=cursor: inferences.demonstrated(c, after, _PAGE), []):
+            yield from ((prompt, text) for _, prompt, text in page)
+            cursor = page[-1][0]
 
 
 def _pages(read: Callable[[int], Sequence[Record]]) -> Iterator[Record]:

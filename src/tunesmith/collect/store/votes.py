@@ -4,9 +4,10 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,13 +18,15 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from tunesmith.base.core.errors import StoreError, StoreInUseError
 from tunesmith.collect.store import answers, campaigns, inferences, items
 from tunesmith.collect.store.database import Closeable, OwnedDatabase, failure, file_of, or_now
-from tunesmith.collect.store.inbox import TAKEN_WITHIN_S, HandedOver, Inbox, OnProgress, Request, Rows, folder_of
+from tunesmith.collect.store.inbox import TAKEN_WITHIN_S, HandedOver, Inbox, OnProgress, Request, folder_of
 from tunesmith.collect.store.queue import next_presentations
 from tunesmith.collect.store.records import (
     Campaign,
     CampaignSettings,
     CommandKind,
     Feedback,
+    Given,
+    GivenFeedback,
     GivenVote,
     Imported,
     Inference,
@@ -166,14 +169,44 @@ class VoteStore(Closeable):
         changed = frozenset[int]().union(*(one.changed_ids for one in added))
         return Imported(num_new, len(given) - num_new - num_other, len(changed), num_other)
 
-    def import_rows(self, campaign: str, rows: Rows, progress: OnProgress = _ignore) -> Imported:
-        """Add items or votes to the campaign of this name, which is made if there is none."""
+    def import_feedback(
+        self, given: Sequence[GivenFeedback], now: float | None = None, progress: OnProgress = _ignore
+    ) -> Imported:
+        """Add what was said elsewhere of answers that were given elsewhere. Unknown raters are created without access.
+
+        Raises VoteError or DataError for what cannot be stored; then nothing is added.
+        """
+        for one in given:
+            inferences.check_given(one)
+        moment = or_now(now)
+        num_new = sum(self._in_portions(given, lambda c, part: inferences.add_given(c, part, moment), progress))
+        return Imported(num_feedback=num_new, num_feedback_there=len(given) - num_new)
+
+    def import_rows(
+        self, campaign: str, rows: Iterable[Given], progress: OnProgress = _ignore, num_rows: int | None = None
+    ) -> Imported:
+        """Add items, votes and feedback to the campaign of this name, which is made if there is none. Of an iterator
+        one portion at a time is held; `num_rows` is how many it has, for `progress`.
+        """
         named = [one for one in self.reader.campaigns() if one.settings.name == campaign]
         campaign_id = (named[0] if named else self.set_campaign(CampaignSettings(name=campaign))).id
-        votes = [row for row in rows if isinstance(row, GivenVote)]
-        if votes:
-            return self.import_votes(campaign_id, votes, progress=progress)
-        return self.import_items(campaign_id, [row for row in rows if isinstance(row, NewItem)], progress)
+        num_all = len(rows) if isinstance(rows, Sequence) else num_rows or 0
+        done, num_done = Imported(), 0
+
+        def step(num: int, _: int) -> None:
+            progress(num_done + num, num_all)
+
+        for part in portions(rows):
+            votes = [row for row in part if isinstance(row, GivenVote)]
+            new = [row for row in part if isinstance(row, NewItem)]
+            said = [row for row in part if isinstance(row, GivenFeedback)]
+            done += self.import_votes(campaign_id, votes, progress=step)
+            num_done += len(votes)
+            done += self.import_items(campaign_id, new, step)
+            num_done += len(new)
+            done += self.import_feedback(said, progress=step)
+            num_done += len(said)
+        return done
 
     def _handle(self, request: Request, progress: OnProgress) -> Imported:
         return self.import_rows(request.campaign, request.rows, progress)
@@ -327,23 +360,40 @@ class VoteStore(Closeable):
         return self._writer.do(lambda c: answer(answers.Answering(c, token, rater_id, moment)))
 
 
+def portions(rows: Iterable[S]) -> Iterator[list[S]]:
+    """`rows` in lists of at most `_ROWS_PER_TRANSACTION`."""
+    left = iter(rows)
+    while part := list(islice(left, _ROWS_PER_TRANSACTION)):
+        yield part
+
+
 def import_into(
-    path: Path, campaign: str, rows: Rows, progress: OnProgress, waiting: Callable[[str], None]
+    path: Path,
+    campaign: str,
+    rows: Iterable[Given],
+    progress: OnProgress,
+    waiting: Callable[[str], None],
+    num_rows: int | None = None,
 ) -> Imported:
-    """Add items or votes to the database at `path`; if another process has it, such as a server, that one adds them.
+    """Add rows to the database at `path`, as `VoteStore.import_rows` does; if another process has it, such as a server,
+    that one adds them.
 
     `waiting` is called with a message before the other process is asked. Raises StoreInUseError if it takes no imports.
     """
     try:
         with VoteStore.open(path) as store:
-            return store.import_rows(campaign, rows, progress)
+            return store.import_rows(campaign, rows, progress, num_rows)
     except StoreInUseError:
         waiting(f"{path} is in use; its process is asked to add the rows")
-    request = HandedOver(folder_of(path), Request(campaign, rows))
-    try:
-        return _result_of(request, path, progress)
-    finally:
-        request.remove()
+    done, num_done = Imported(), 0
+    for part in portions(rows):
+        request = HandedOver(folder_of(path), Request(campaign, part))
+        try:
+            done += _result_of(request, path, lambda num, _, before=num_done: progress(before + num, num_rows or 0))
+        finally:
+            request.remove()
+        num_done += len(part)
+    return done
 
 
 def _result_of(request: HandedOver, path: Path, progress: OnProgress) -> Imported:

@@ -43,7 +43,7 @@ class WantedImport:
     """A file that arrived, and what is to become of it."""
 
     path: Path
-    labels: Labels
+    labels: Labels | None
     heldout: bool
     question: str | None
     campaign: str
@@ -71,19 +71,24 @@ class Imports:
         return state
 
     def _run(self, votes: VoteStore, wanted: WantedImport, state: ImportState) -> None:
-        from tunesmith.collect.data.vote_files import import_notes, read_for
+        from tunesmith.collect.data.vote_imports import VoteFiles, import_notes
 
         def progress(num_done: int, num_rows: int) -> None:
             state.num_done, state.num_rows = num_done, num_rows
 
         try:
             with self._turn:
-                rows = read_for(wanted.labels, [wanted.path], heldout=wanted.heldout, question=wanted.question)
-                state.num_rows, state.state = len(rows), "storing"
-                done = votes.import_rows(wanted.campaign, rows, progress)
-            what = "votes" if wanted.labels == "votes" else "items"
+                files = VoteFiles([wanted.path], wanted.labels, heldout=wanted.heldout, question=wanted.question)
+                state.num_rows, state.state = files.num_given, "storing"
+                done = votes.import_rows(wanted.campaign, files.rows(), progress, files.num_given)
+            what = "votes" if files.labels == "votes" else "items"
             first = f"{done.num_new} {what} added, {done.num_there} were there already"
-            state.message = "; ".join([first, *import_notes(done, wanted.labels, heldout=wanted.heldout)])
+            notes = import_notes(done, files.labels, heldout=wanted.heldout)
+            (seen,) = files.understood
+            if seen.num_bad:
+                notes.append(f"{seen.num_bad} bad rows left out:\n{seen.bad}")
+            read_as = "" if seen.format == "columns" else f"{seen.title}: "
+            state.message = read_as + "; ".join([first, *notes])
             state.state = "done"
         except InputError as error:
             state.message = str(error).replace(f"{wanted.path.parent}/", "")
@@ -120,7 +125,7 @@ def routers() -> tuple[APIRouter, ...]:
         request: Request,
         services: ServicesOf,
         name: Annotated[str, Query(min_length=1, max_length=200)],
-        labels: Labels = "drop",
+        labels: Labels | None = None,
         heldout: bool = False,
         question: Annotated[str | None, Query(max_length=200)] = None,
     ) -> ImportState:

@@ -44,10 +44,13 @@ class Endpoint:
 
     def warm(self) -> None:
         """Have the served model loaded, so that the first request need not wait for it."""
-        for served in self.models()[:1]:
-            with suppress(RunError):
-                request = {"model": served.model, "text": "Hello", "sampling": {"max_new_tokens": 1}}
-                self._drawer.ask(request, lambda reply: self._note(served.model, reply))
+        found = self.models()
+        if not found:
+            return
+        model = found[0].model
+        with suppress(RunError):
+            request = {"model": model, "text": "Hello", "sampling": {"max_new_tokens": 1}}
+            self._drawer.ask(request, lambda reply: self._note(model, reply))
 
     def _note(self, model: Json, reply: Json) -> None:
         if "begun" in reply:

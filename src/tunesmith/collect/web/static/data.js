@@ -24,7 +24,8 @@ function end(text, isGood) {
 
 /** Send the file; fetch tells nothing of an upload's progress, XMLHttpRequest does. */
 function send(file) {
-  const query = new URLSearchParams({ name: file.name, labels: $("labels").value, heldout: $("heldout").checked });
+  const query = new URLSearchParams({ name: file.name, heldout: $("heldout").checked });
+  if ($("labels").value) query.set("labels", $("labels").value);
   if ($("question").value.trim()) query.set("question", $("question").value.trim());
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();
