@@ -7,7 +7,7 @@ and the statistics read: a `preference`, and a `demonstration`, which is better 
 import math
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from tunesmith.base.core.errors import UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.answers import answering_pair
 from tunesmith.collect.store.content import MAX_NAME, check_text, check_values, encode_json
+from tunesmith.collect.store.items import chunks
 from tunesmith.collect.store.records import Candidate, Choice, Feedback, Inference, NewItem, StoredFeedback, Verdict
 from tunesmith.collect.store.tables import feedback, inference_choices, inferences, insert_rows, new_id
 
@@ -69,14 +70,23 @@ def record(connection: Connection, answered: Inference) -> None:
 def load(connection: Connection, name: str, rater_id: int | None = None) -> Inference | None:
     """The request of this name; None if there is none, or it is another key's than `rater_id`."""
     row = connection.execute(select(inferences).where(inferences.c.name == name)).first()
-    return None if row is None or rater_id not in (None, row.rater_id) else _inference(connection, row)
+    return None if row is None or rater_id not in (None, row.rater_id) else _whole(connection, [row])[0]
 
 
-def _inference(connection: Connection, row: Any) -> Inference:
-    of_it = inference_choices.c.inference_id == row.id
-    found = connection.execute(select(inference_choices).where(of_it).order_by(inference_choices.c.position))
-    choices = tuple(
-        Choice(
+def load_all(connection: Connection, names: Iterable[str]) -> list[Inference]:
+    """The requests of these names that there are."""
+    found: list[Inference] = []
+    for part in chunks(sorted(set(names))):
+        found += _whole(connection, connection.execute(select(inferences).where(inferences.c.name.in_(part))).all())
+    return found
+
+
+def _whole(connection: Connection, rows: Sequence[Any]) -> list[Inference]:
+    """The requests of these rows with their answers."""
+    choices: dict[int, list[Choice]] = {row.id: [] for row in rows}
+    query = select(inference_choices).where(inference_choices.c.inference_id.in_(list(choices)))
+    for one in connection.execute(query.order_by(inference_choices.c.inference_id, inference_choices.c.position)):
+        choice = Choice(
             one.text,
             one.token_ids_json,
             one.logps_json,
@@ -86,20 +96,34 @@ def _inference(connection: Connection, row: Any) -> Inference:
             one.source_id,
             one.message_json,
         )
-        for one in found
-    )
-    return Inference(
-        name=row.name,
-        rater_id=row.rater_id,
-        model=row.model,
-        prompt=row.prompt_json,
-        prompt_ids=row.prompt_ids_json,
-        choices=choices,
-        options=row.options_json,
-        user=row.user,
-        episode=row.episode,
-        created_at=row.created_at,
-    )
+        choices[one.inference_id].append(choice)
+    return [
+        Inference(
+            name=row.name,
+            rater_id=row.rater_id,
+            model=row.model,
+            prompt=row.prompt_json,
+            prompt_ids=row.prompt_ids_json,
+            choices=tuple(choices[row.id]),
+            options=row.options_json,
+            user=row.user,
+            episode=row.episode,
+            created_at=row.created_at,
+        )
+        for row in rows
+    ]
+
+
+def conversation_of(rater_id: int, episode: str, user: str, prompt: Text) -> str:
+    """A name of the conversation that a request of a key belongs to: its episode, else its user, else its beginning, up
+    to what the person said first. All answers of a conversation come from one version while another is tried.
+    """
+    if episode or user:
+        return encode_json([rater_id, "episode" if episode else "user", episode or user])
+    if isinstance(prompt, str):
+        return encode_json([rater_id, "text", prompt])
+    first = next((place for place, one in enumerate(prompt) if one["role"] == "user"), 0)
+    return encode_json([rater_id, "messages", [[one["role"], one["content"]] for one in prompt[: first + 1]]])
 
 
 def give(
@@ -225,7 +249,7 @@ class _About:
         row = connection.execute(select(inferences).where(inferences.c.name == name)).first()
         if row is None or row.rater_id != rater_id:
             raise UnknownPresentationError(f"there is no answer {name!r} of this key")
-        answered = _inference(connection, row)
+        (answered,) = _whole(connection, [row])
         _choice(answered, said.choice)
         return cls(int(row.id), answered)
 

@@ -1,6 +1,6 @@
 """`VoteReader`: read access to `votes.db` for every process, which never writes or checkpoints it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -131,6 +131,10 @@ class VoteReader(ReadOnlyDatabase):
     def inference(self, name: str) -> Inference | None:
         """The request of the API whose client got this id, with its answers; None if there is none."""
         return self.read(lambda c: inferences.load(c, name), None)
+
+    def inferences(self, names: Iterable[str]) -> dict[str, Inference]:
+        """The requests of these names that there are, by name, each with its answers."""
+        return {one.name: one for one in self.read(lambda c: inferences.load_all(c, names), [])}
 
     def feedback_after(self, cursor: int, limit: int = _PAGE) -> list[StoredFeedback]:
         """At most `limit` revisions of feedback with an id above `cursor`, in order."""
