@@ -107,17 +107,23 @@ class Users:
         self.said.append(kind)
 
 
+def talked(folder: Path, kind: str, options: Namespace) -> Users:
+    """The users, once they have talked to a server beside a trainer and all have left."""
+    words = ["live", "--dir", str(folder), *(_TINY if options.quick else _SMOLLM2), "--seed", str(options.seed)]
+    asking = {"num_users": options.users, "seed": options.seed}
+    with child("trainer", words, folder / "trainer.log") as trainer:
+        prompts = openings(folder, trainer)
+        with server(folder, "--openai", str(folder)) as served:
+            with Users(served.api, served.key, kind, prompts, **asking) as users:
+                wait_until(time.monotonic() + options.seconds, [trainer, served.child], lambda: False)
+            return users
+
+
 def measured(kind: str, options: Namespace, say: Say) -> dict[str, Any]:
     """The figures of one kind of feedback."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        words = ["live", "--dir", str(folder), *(_TINY if options.quick else _SMOLLM2), "--seed", str(options.seed)]
-        with child("trainer", words, folder / "trainer.log") as trainer:
-            prompts = openings(folder, trainer)
-            with server(folder, "--openai", str(folder)) as served:
-                asking = {"num_users": options.users, "seed": options.seed}
-                with Users(served.api, served.key, kind, prompts, **asking) as users:
-                    wait_until(time.monotonic() + options.seconds, [trainer, served.child], lambda: False)
+        users = talked(folder, kind, options)
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         comparison = compare_versions(SimulationOptions(folder, num_pairs=options.pairs, seed=options.seed))
     hits = [hit(one.score_before, one.score_after) for one in comparison.samples]

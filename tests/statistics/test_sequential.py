@@ -21,8 +21,7 @@ def verdict(shares: tuple[float, float], num: int, seed: int) -> str:
         side = int(draw.random() < 0.5)
         nums[side] += 1
         sums[side] += draw.random() < shares[side]
-        tallies = [Tally(n, s) for n, s in zip(nums, sums, strict=True)]
-        found, _note = decide(Trial(*tallies, 0.0, 0.0), SECTION, 0.0)
+        found, _note = decide(Trial(Tally(nums[0], sums[0]), Tally(nums[1], sums[1]), 0.0, 0.0), SECTION, 0.0)
         if found != "wait":
             return found
     return "wait"
