@@ -184,8 +184,8 @@ def training(model: str, threads: int, say: Say) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         words = ["train", "grpo", "--model", model, "--prompts", "arithmetic", "--dir", folder, "--steps", "100000"]
         command = [sys.executable, "-m", "tunesmith", *words]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen(command, env=_environment(threads), **quiet)
+        nowhere = subprocess.DEVNULL
+        process = subprocess.Popen(command, env=_environment(threads), stdout=nowhere, stderr=nowhere)
         try:
             deadline_s = time.monotonic() + START_S
             while not any(file.stat().st_size for file in Path(folder).glob("*/metrics.jsonl")):

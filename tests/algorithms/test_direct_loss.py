@@ -332,6 +332,23 @@ def test_kto_passes_gradcheck_and_its_micro_batches_add_up():
     assert (part(slice(0, 3)) + part(slice(3, 7))).item() == pytest.approx(part(slice(0, 7)).item(), abs=1e-14)
 
 
+@given(seed=seeds, limit=st.floats(1, 5))
+def test_truncated_importance_weights_and_the_loss_with_them_equal_their_twin(seed, limit):
+    cfg = DPOSection(loss="kto", beta=0.4, desirable_weight=1.3, undesirable_weight=0.7)
+    logp_B, reference_B, wanted_B = labels(seed)
+    drawn_B = logp_B.detach() + torch.linspace(-2, 2, 7, dtype=torch.float64)
+    weight_B = direct_loss.importance(logp_B, drawn_B, limit)
+    twin = [min(math.exp(p - q), limit) for p, q in zip(logp_B.tolist(), drawn_B.tolist(), strict=True)]
+    assert weight_B.tolist() == pytest.approx(twin, rel=1e-12) and not weight_B.requires_grad
+    options = {"kl": 0.2, "num_completions": 1}
+    loss, _ = direct_loss.kto(logp_B, reference_B, wanted_B, cfg, **options, weight_B=weight_B)
+    alone = [
+        direct_loss.kto(logp_B[i : i + 1], reference_B[i : i + 1], wanted_B[i : i + 1], cfg, **options)[0].item()
+        for i in range(7)
+    ]
+    assert loss.item() == pytest.approx(math.fsum(w * one for w, one in zip(twin, alone, strict=True)), abs=1e-10)
+
+
 def test_the_kl_of_mismatched_completions_is_a_mean_cut_at_zero():
     assert direct_loss.mismatched_kl(torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -4.0])) == pytest.approx(1.5)
     assert direct_loss.mismatched_kl(torch.tensor([-3.0, -5.0]), torch.tensor([-2.0, -4.0])) == 0.0

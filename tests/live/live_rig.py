@@ -1,5 +1,8 @@
 """A live folder with both stores: the trainer's loop on a tiny model, and raters who vote without a server."""
 
+import itertools
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -9,7 +12,16 @@ from typing import Any
 from recipes import merged
 
 from tunesmith.base.config.algorithms.live import LiveRecipe
-from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem, Presentation, Verdict
+from tunesmith.collect.store.records import (
+    CampaignSettings,
+    Candidate,
+    Choice,
+    Feedback,
+    Inference,
+    NewItem,
+    Presentation,
+    Verdict,
+)
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.learn.live import loop as live
@@ -88,6 +100,31 @@ class Voters:
         """The verdict that follows from `likes`."""
         left, right = map(self.likes, shown.answers)
         return "tie" if left == right else "left" if left > right else "right"
+
+    def answered(self, loop: Loop, version: int, count: int, now: float | None = None, **facts: Any) -> list[str]:
+        """Store what `version` answered to requests of the API, of one user each; the ids that clients got."""
+        names: list[str] = []
+        drawn = loop.offers.draw("api", version)
+        groups = [(group, one) for group in drawn.train for one in group.completions]
+        for group, one in itertools.islice(itertools.cycle(groups), count):
+            names.append(f"cmpl-{secrets.token_hex(8)}")
+            choice = Choice(
+                one.text, one.token_ids, one.raw_logps, one.raw_logps, "stop", version, source_id=f"v{version}"
+            )
+            answer: dict[str, Any] = {"user": names[-1], "prompt_ids": group.prompt_token_ids, "choices": (choice,)}
+            answer |= {"prompt": group.prompt.content, "created_at": time.time() if now is None else now, **facts}
+            self.store.record(Inference(name=names[-1], rater_id=self.key_id, model="live", options={}, **answer))
+        return names
+
+    def say(self, name: str, value: Any, metric: str = "thumbs") -> None:
+        """Feedback of the key on an answer."""
+        self.store.give_feedback(self.campaign_id, Feedback(metric=metric, value=value, inference=name), self.key_id)
+
+    @property
+    def key_id(self) -> int:
+        """The key of an application."""
+        keys = [rater.id for rater in self.store.reader.raters() if rater.scopes]
+        return keys[0] if keys else self.store.add_rater("app", scopes=("generate", "feedback")).rater.id
 
 
 @contextmanager

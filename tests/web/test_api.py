@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,11 +14,12 @@ import pytest
 
 from arena_parts import make_loop
 from server_parts import Client, Server
+from tunesmith.collect.store.inferences import conversation_of
 from tunesmith.collect.store.records import KeySettings
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.api.openai import RefusedError, message_of
-from tunesmith.collect.web.arena import Contestant
+from tunesmith.collect.web.arena import Contestant, tried_in
 from tunesmith.collect.web.drawing import Drawer
 
 openai = pytest.importorskip("openai")
@@ -389,3 +391,31 @@ def test_calls_have_openais_form():
     (call,) = message["tool_calls"]
     assert message["content"] is None and call["id"].startswith("call_")
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
+def test_a_version_that_is_tried_answers_its_share_of_the_conversations_and_always_the_same_ones(tmp_path):
+    folder, drawer = make_loop(tmp_path / "live", num_versions=3), Drawer(tmp_path / "worker.log", stays=False)
+    served = Contestant("v1", {"name": "v1"}, {}, 1)
+    (folder / "trial.json").write_text(json.dumps({"version": 2, "share": 0.25}))
+    endpoint = Endpoint(drawer, lambda: [served], "live", tried=partial(tried_in, folder))
+    said = [conversation_of(1, "", f"user {number}", "Hello") for number in range(400)]
+    drawn = [endpoint.model("live", one).version for one in said]
+    assert drawn == [endpoint.model("", one).version for one in said]
+    assert 0.15 < drawn.count(2) / len(drawn) < 0.35 and drawn.count(1) + drawn.count(2) == 400
+    assert endpoint.model("v1", said[drawn.index(2)]) == served  # asked for by its name
+    assert endpoint.model("v2").version == 2 and endpoint.model("live") == served
+    # The share says how many, so whoever has a small one's place has that of a larger one too.
+    (folder / "trial.json").write_text(json.dumps({"version": 2, "share": 0.9}))
+    assert all(endpoint.model("live", one).version == 2 for one, before in zip(said, drawn, strict=True) if before == 2)
+    for text in ("", "{", '{"version": 7, "share": 0.5}', '{"version": 1, "share": 0.5}', "[]"):
+        (folder / "trial.json").write_text(text)
+        assert endpoint.model("live", said[0]) == served
+
+
+def test_the_conversation_of_a_request_is_its_episode_its_user_or_how_it_began():
+    begun = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"})
+    later = (*begun, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "More"})
+    assert conversation_of(1, "", "", begun) == conversation_of(1, "", "", later)
+    assert conversation_of(1, "e", "", begun) == conversation_of(1, "e", "u", "something else")
+    names = [(1, "e", ""), (1, "", "e"), (2, "e", ""), (1, "", "")]
+    assert len({conversation_of(*name, begun) for name in names}) == 4

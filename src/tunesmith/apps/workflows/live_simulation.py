@@ -195,17 +195,22 @@ def child(name: str, words: Sequence[str], log: Path) -> Iterator[Child]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running server: its address, and the link that logs the first admin in, once."""
+    """A running server: its address, and the link that logs the first admin in, once; the API and a key, if any."""
 
     url: str
     login_url: str
     child: Child
+    api: str = ""
+    key: str = ""
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[Served]:
-    """`tunesmith serve` on `folder`, ended when the block ends. Raises RunError if it does not come up."""
-    words = ["serve", "--dir", str(folder), "--port", "0", "--json"]
+def server(folder: Path, *more: str) -> Iterator[Served]:
+    """`tunesmith serve` on `folder` with `more` words, ended when the block ends.
+
+    Raises RunError if it does not come up.
+    """
+    words = ["serve", "--dir", str(folder), "--port", "0", "--json", *more]
     with child("server", words, folder / "serve.log") as found:
         assert found.process.stdout is not None
         line = found.process.stdout.readline()
@@ -213,7 +218,8 @@ def server(folder: Path) -> Iterator[Served]:
             found.process.wait(_LEAVE_S)
             found.require_alive()
         facts = json.loads(line)
-        yield Served(facts["url"], facts.get("login_url") or facts["url"], found)
+        login = facts.get("login_url") or facts["url"]
+        yield Served(facts["url"], login, found, facts.get("api") or "", facts.get("key") or "")
 
 
 def num_accepted(runs: RunReader) -> int:

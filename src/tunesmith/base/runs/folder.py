@@ -33,6 +33,9 @@ from tunesmith.base.runs.environment import environment
 PLACES = "places.jsonl"
 """File with the lines at which the seconds of the steps went."""
 
+TRIAL = "trial.json"
+"""File of a live folder with the version that is tried on a share of the conversations, if one is."""
+
 LOGS = ("metrics.jsonl", "samples.jsonl", "findings.jsonl", PLACES)
 """Files that grow with the steps; a resumed run cuts them back to its checkpoint."""
 

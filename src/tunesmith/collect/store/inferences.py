@@ -8,7 +8,7 @@ import hashlib
 import math
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -99,14 +99,23 @@ def tokens_of_day(connection: Connection, now: float) -> dict[int, int]:
 def load(connection: Connection, name: str) -> Inference | None:
     """The request of this name; None if there is none."""
     row = connection.execute(select(inferences).where(inferences.c.name == name)).first()
-    return None if row is None else _inference(connection, row)
+    return None if row is None else _whole(connection, [row])[0]
 
 
-def _inference(connection: Connection, row: Any) -> Inference:
-    of_it = inference_choices.c.inference_id == row.id
-    found = connection.execute(select(inference_choices).where(of_it).order_by(inference_choices.c.position))
-    choices = tuple(
-        Choice(
+def load_all(connection: Connection, names: Iterable[str]) -> list[Inference]:
+    """The requests of these names that there are."""
+    found: list[Inference] = []
+    for part in chunks(sorted(set(names))):
+        found += _whole(connection, connection.execute(select(inferences).where(inferences.c.name.in_(part))).all())
+    return found
+
+
+def _whole(connection: Connection, rows: Sequence[Any]) -> list[Inference]:
+    """The requests of these rows with their answers."""
+    choices: dict[int, list[Choice]] = {row.id: [] for row in rows}
+    query = select(inference_choices).where(inference_choices.c.inference_id.in_(list(choices)))
+    for one in connection.execute(query.order_by(inference_choices.c.inference_id, inference_choices.c.position)):
+        choice = Choice(
             one.text,
             one.token_ids_json,
             one.logps_json,
@@ -116,20 +125,34 @@ def _inference(connection: Connection, row: Any) -> Inference:
             one.source_id,
             one.message_json,
         )
-        for one in found
-    )
-    return Inference(
-        name=row.name,
-        rater_id=row.rater_id,
-        model=row.model,
-        prompt=row.prompt_json,
-        prompt_ids=row.prompt_ids_json,
-        choices=choices,
-        options=row.options_json,
-        user=row.user,
-        episode=row.episode,
-        created_at=row.created_at,
-    )
+        choices[one.inference_id].append(choice)
+    return [
+        Inference(
+            name=row.name,
+            rater_id=row.rater_id,
+            model=row.model,
+            prompt=row.prompt_json,
+            prompt_ids=row.prompt_ids_json,
+            choices=tuple(choices[row.id]),
+            options=row.options_json,
+            user=row.user,
+            episode=row.episode,
+            created_at=row.created_at,
+        )
+        for row in rows
+    ]
+
+
+def conversation_of(rater_id: int, episode: str, user: str, prompt: Text) -> str:
+    """A name of the conversation that a request of a key belongs to: its episode, else its user, else its beginning, up
+    to what the person said first. All answers of a conversation come from one version while another is tried.
+    """
+    if episode or user:
+        return encode_json([rater_id, "episode" if episode else "user", episode or user])
+    if isinstance(prompt, str):
+        return encode_json([rater_id, "text", prompt])
+    first = next((place for place, one in enumerate(prompt) if one["role"] == "user"), 0)
+    return encode_json([rater_id, "messages", [[one["role"], one["content"]] for one in prompt[: first + 1]]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +472,7 @@ def _theirs(connection: Connection, name: str, speaker: Speaker) -> tuple[Infere
     row = connection.execute(select(inferences).where(inferences.c.name == name)).first()
     if row is None or not speaker.may_see(row):
         raise UnknownPresentationError(f"there is no answer {name!r} of this key")
-    return _inference(connection, row), int(row.id)
+    return _whole(connection, [row])[0], int(row.id)
 
 
 def _names(value: Any) -> tuple[str, ...]:

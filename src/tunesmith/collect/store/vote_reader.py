@@ -1,6 +1,6 @@
 """`VoteReader`: read access to `votes.db` for every process, which never writes or checkpoints it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -137,6 +137,10 @@ class VoteReader(ReadOnlyDatabase):
         """Tokens that each key has used on this day (UTC), by its id."""
         moment = or_now(now)
         return self.read(lambda c: inferences.tokens_of_day(c, moment), {})
+
+    def inferences(self, names: Iterable[str]) -> dict[str, Inference]:
+        """The requests of these names that there are, by name, each with its answers."""
+        return {one.name: one for one in self.read(lambda c: inferences.load_all(c, names), [])}
 
     def feedback_after(self, cursor: int, limit: int = _PAGE) -> list[StoredFeedback]:
         """At most `limit` revisions of feedback with an id above `cursor`, in order."""

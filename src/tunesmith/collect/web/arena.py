@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -23,6 +23,7 @@ from tunesmith.base.config.schema import trains_reward_model
 from tunesmith.base.config.yaml_text import is_mapping
 from tunesmith.base.core.errors import DataError, RunError, StoreError, VoteConflictError, VoteError
 from tunesmith.base.core.system import fsync
+from tunesmith.base.runs.folder import TRIAL
 from tunesmith.base.runs.listing import read_recipe
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.content import check_content, check_text
@@ -388,6 +389,19 @@ def of_live_loop(folder: Path, runs: RunReader) -> list[Contestant]:
         if path.is_dir():
             found.insert(0, Contestant(f"v{one.version}", {"name": str(path)}, sampling, one.version, as_text))
     return found
+
+
+def tried_in(folder: Path, served: Contestant) -> tuple[Contestant, float] | None:
+    """The version that the live loop in `folder` tries beside the one `served`, and its share of the conversations."""
+    try:
+        found = json.loads((folder / TRIAL).read_text(encoding="utf-8"))
+        number, share = int(found["version"]), float(found["share"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    path = folder / "versions" / f"v{number:06d}"
+    if not path.is_dir() or number == served.version:
+        return None
+    return replace(served, name=f"v{number}", model={"name": str(path)}, version=number), share
 
 
 def of_runs(index: RunIndex) -> list[Contestant]:

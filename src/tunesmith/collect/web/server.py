@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -27,7 +28,7 @@ from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.allowed import Allowed
 from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.app import create_app
-from tunesmith.collect.web.arena import Arena, Contestant, of_live_loop, of_runs
+from tunesmith.collect.web.arena import Arena, Contestant, of_live_loop, of_runs, tried_in
 from tunesmith.collect.web.drawing import Drawer
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.logins import new_link
@@ -146,7 +147,8 @@ def _endpoint(settings: ServerSettings, drawer: Drawer, runs: RunReader) -> Endp
     if not settings.openai:
         return None
     if serves_live_loop(settings):
-        return Endpoint(drawer, lambda: of_live_loop(settings.folder, runs), LIVE_ALIAS)
+        served, tried = partial(of_live_loop, settings.folder, runs), partial(tried_in, settings.folder)
+        return Endpoint(drawer, served, LIVE_ALIAS, tried=tried)
     only = Contestant(settings.openai, {"name": settings.openai}, {})
     return Endpoint(drawer, lambda: [only], Path(settings.openai).name or settings.openai)
 

@@ -146,21 +146,25 @@ def kto(
     *,
     kl: float | Tensor,
     num_completions: Denominator,
+    weight_B: Tensor | None = None,
 ) -> tuple[Tensor, DirectStats]:
     """Scalar loss of single labels, differentiable through `logp_B`, and detached statistics, the wanted as chosen.
 
     With r = logp - reference, a wanted completion costs w (1 - sigmoid(beta (r - kl))), an unwanted one
     u (1 - sigmoid(beta (kl - r))), with the weights w and u of `settings` (Ethayarajh et al. 2024, arXiv 2402.01306,
-    equation 7). `kl` is what `mismatched_kl` estimates. The sum is divided by `num_completions`.
+    equation 7), each times its `weight_B`, if there are any. `kl` is what `mismatched_kl` estimates. The sum is divided
+    by `num_completions`.
     Raises `InputError` if shapes differ or `num_completions` is not positive.
     """
-    check_shapes(logp_B=logp_B, reference_B=reference_B, wanted_B=wanted_B)
+    check_shapes(logp_B=logp_B, reference_B=reference_B, wanted_B=wanted_B, weight_B=weight_B)
     check_denominator("num_completions", num_completions)
     wanted_B = wanted_B.bool()
     ratio_B = _wide(logp_B) - _wide(reference_B).detach()
     gain_B = settings.beta * torch.where(wanted_B, ratio_B - kl, kl - ratio_B)
-    weight_B = torch.full_like(ratio_B, settings.undesirable_weight).masked_fill(wanted_B, settings.desirable_weight)
-    loss_B = weight_B * torch.sigmoid(-gain_B)
+    side_B = torch.full_like(ratio_B, settings.undesirable_weight).masked_fill(wanted_B, settings.desirable_weight)
+    loss_B = side_B * torch.sigmoid(-gain_B)
+    if weight_B is not None:
+        loss_B = loss_B * weight_B.to(loss_B.dtype)
     reward_B, logp_B = settings.beta * ratio_B.detach(), logp_B.detach()
     nothing = total(loss_B.new_zeros(1))
     return loss_B.sum() / num_completions, DirectStats(
@@ -183,6 +187,14 @@ def mismatched_kl(logp_B: Tensor, reference_B: Tensor) -> float:
     """
     check_shapes(logp_B=logp_B, reference_B=reference_B)
     return max(0.0, (logp_B.detach().double() - reference_B.detach().double()).mean().item())
+
+
+def importance(logp_B: Tensor, drawn_B: Tensor, limit: float) -> Tensor:
+    """weight_B = min(e^(logp - drawn), limit): truncated importance weights (Ionides 2008) of completions drawn with
+    the log-probs `drawn_B`, summed over their tokens, under a policy that gives them `logp_B`. No gradient flows.
+    """
+    check_shapes(logp_B=logp_B, drawn_B=drawn_B)
+    return (_wide(logp_B) - _wide(drawn_B)).detach().clamp(max=math.log(limit)).exp()
 
 
 def _widened(pairs: PairLogps) -> PairLogps:

@@ -5,6 +5,7 @@ live/
   recipe.yaml       resolved configuration           metrics.jsonl     one object per update
   versions/v000012/ the model, Hugging Face layout   final             link to the served version
   checkpoints/      state after an update            result.json       result of the last trainer
+  trial.json        the version that is tried
 """
 
 import os
@@ -22,7 +23,7 @@ from tunesmith.base.core.errors import RunError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.runs import checkpoint
 from tunesmith.base.runs.checkpoint import Checkpoint
-from tunesmith.base.runs.folder import RunFolder
+from tunesmith.base.runs.folder import TRIAL, RunFolder
 from tunesmith.base.runs.lock import RunLock
 from tunesmith.base.schema.records import Finding
 from tunesmith.collect.store.runs import RunStore
@@ -76,6 +77,13 @@ class LiveFolder:
             return
         aside.symlink_to(self.version_path(version).relative_to(self.path), target_is_directory=True)
         os.replace(aside, final)
+
+    def announce_trial(self, version: int, share: float) -> None:
+        """Tell the server, by a file, which version is tried on which share of the conversations; 0: none is."""
+        if version:
+            self.files.write_json(TRIAL, {"version": version, "share": share})
+        else:
+            (self.path / TRIAL).unlink(missing_ok=True)
 
     def save(self, found: Checkpoint) -> None:
         """Write a checkpoint and remove older ones. Raises CheckpointError if it cannot be written."""

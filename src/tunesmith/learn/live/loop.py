@@ -29,6 +29,8 @@ from tunesmith.engine.models.lora import frozen_copy
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.rollout.factory import engine_for
 from tunesmith.learn.algorithms import kl
+from tunesmith.learn.live.canary import decide, trial_of
+from tunesmith.learn.live.feedback import FeedbackMemory, LabelledAnswer, with_pairs
 from tunesmith.learn.live.folder import LiveFolder, open_folder
 from tunesmith.learn.live.offers import Offers, Rollout
 from tunesmith.learn.live.reward import RewardUpdate
@@ -88,6 +90,7 @@ class Loop:
     learner: VoteDPO
     offers: Offers
     memory: VoteMemory
+    feedback: FeedbackMemory
     folder: LiveFolder
     versions: Versions
     stop: StopRequest
@@ -115,6 +118,7 @@ class Loop:
             for vote in (vote for vote in page if vote.id <= last):
                 self.memory.add([vote], learnt=vote.id not in fresh)
             cursor = page[-1].id if page else last
+        self.read_feedback(0, self.position.feedback_cursor, self.position.fresh_feedback)
         self.job = self.folder.runs.start_job("train", {"serving": self.position.serving})
         self.start = self.folder.runs.num_jobs("train")
         if self.cfg.live.update != "dpo":
@@ -126,7 +130,9 @@ class Loop:
         command = self.read_votes()
         if command is not None:
             self.execute(command)
-        elif self.update_is_due(time.time()):
+        elif self.position.tried and self.trial_is_over(time.time()):
+            self.refill(is_new=True)
+        elif not self.position.tried and self.update_is_due(time.time()):
             self.update()
         elif self.can_draw and len(self.offers.open) < self.cfg.live.pool:
             self.refill()
@@ -148,16 +154,32 @@ class Loop:
                 sources = [side.source_id for vote in heldout for side in (vote.chosen, vote.rejected)]
                 self.versions.update_win_rates(sources, list(self.memory.heldout.values()))
                 position.vote_cursor = page[-1].id
+            position.feedback_cursor = self.read_feedback(position.feedback_cursor)
             commands = votes.commands_after(position.command_cursor, 1)
         except StoreError as error:
             self.once.warning(f"votes cannot be read: {error}")
             return None
         return commands[0] if commands else None
 
+    def read_feedback(self, cursor: int, last: int | None = None, fresh: Iterable[int] | None = None) -> int:
+        """Read feedback with ids above `cursor`, up to `last`; of it all but `fresh` was learnt before, None: nothing.
+
+        Returns the new cursor.
+        """
+        while last is None or cursor < last:
+            page = self.folder.votes.feedback_after(cursor, _PAGE_SIZE)
+            if not page:
+                break
+            cursor = page[-1].id
+            said = [one for one in page if last is None or one.id <= last]
+            requests = self.folder.votes.inferences(one.inference for one in said if self.feedback.counts(one))
+            self.feedback.add(said, requests, fresh=fresh)
+        return cursor
+
     def execute(self, command: Command) -> None:
         """Execute a command; an invalid one is skipped with a warning."""
         self.position.command_cursor = command.id
-        self.position.fresh = sorted(self.memory.fresh)  # read since the last checkpoint, whose cursor is behind them
+        self.note_fresh()  # what was read since the last checkpoint, whose cursor is behind it
         if command.kind == "rollback" and command.argument.isdecimal():
             self.heartbeat("going back")
             if self.versions.roll_back(int(command.argument)):
@@ -169,29 +191,64 @@ class Loop:
             _log.warning("command %d is skipped: %s %r", command.id, command.kind, command.argument)
         self.folder.save(self.versions.checkpoint())
 
+    def trial_is_over(self, now: float) -> bool:
+        """Serve the tried version, or take it back, as soon as the feedback or the time says which; True if so.
+
+        Updates wait meanwhile: one on top of a version that is taken back would be lost with it.
+        """
+        position = self.position
+        labels = (*self.feedback.fresh.values(), *self.feedback.learnt.values())
+        trial = trial_of(labels, position.tried, position.serving, position.tried_since)
+        verdict, note = decide(trial, self.cfg.live.canary, now)
+        if verdict == "wait":
+            self.versions.note_trial(note)
+            return False
+        self.heartbeat("ending a trial")
+        version = position.tried
+        self.known_correct = self.known_correct if verdict == "serve" else {}
+        self.note_fresh()
+        self.versions.end_trial(note, is_served=verdict == "serve")
+        job = self.folder.runs.start_job("trial")
+        self.folder.runs.end_job(job, verdict, {"version": version, "note": note})
+        _log.info("version %d was tried: %s, %s", version, verdict, note)
+        return True
+
+    def note_fresh(self) -> None:
+        """Note in the position which votes and thumbs wait for an update."""
+        self.position.fresh, self.position.fresh_feedback = sorted(self.memory.fresh), sorted(self.feedback.fresh)
+
     def update_is_due(self, now: float) -> bool:
-        """True if there are enough fresh votes, or one has waited too long."""
-        section, fresh = self.cfg.live, self.memory.fresh
-        oldest = min((vote.created_at for vote in fresh.values()), default=now)
-        return len(fresh) >= section.votes_per_update or now - oldest >= section.update_after_s
+        """True if there are enough fresh votes and thumbs, or one has waited too long."""
+        section = self.cfg.live
+        waiting = [vote.created_at for vote in self.memory.fresh.values()]
+        waiting += [label.created_at for label in self.feedback.fresh.values()] if self.learns_thumbs else []
+        return len(waiting) >= section.votes_per_update or now - min(waiting, default=now) >= section.update_after_s
+
+    @property
+    def learns_thumbs(self) -> bool:
+        """True if thumbs are learnt from; they are read all the same, for the trial of a version."""
+        return self.cfg.live.update == "dpo" and self.cfg.live.feedback.thumbs_weight > 0
 
     def update(self) -> CheckResult:
-        """Train on the fresh votes, and serve the result if it passes its checks; else restore everything.
+        """Train on the fresh votes and thumbs, and serve the result if it passes its checks; else restore everything.
 
         Raises Interrupted, with unusable weights, after a signal.
         """
         section, position = self.cfg.live, self.position
         self.heartbeat("learning")
         job = self.folder.runs.start_job("update")
-        self.cost = announce_update(self.learner, self.offers, self.memory, position.num_updates + 1, self.cost)
+        labelled = len(self.feedback.fresh) if self.learns_thumbs else 0
+        waiting = self.learner, self.offers, self.memory, position.num_updates + 1
+        self.cost = announce_update(*waiting, self.cost, num_labels=labelled)
         keep = partial(self.folder.files.append, PLACES)
         with measured(self.cfg.run.measure, position.num_updates + 1, keep) as times:
             heldout = self.memory.heldout_decided(section.check.num_votes)
             correct_before = self.learner.correct(heldout, self.known_correct)
             before = self.versions.snapshot()
             votes = self.memory.take(section.max_votes_per_update)
+            labels = self.feedback.take(section.max_votes_per_update) if self.learns_thumbs else []
             position.num_updates += 1
-            steps = self.learn(votes)
+            steps = self.learn(votes, labels)
             not_finite = next((step.report.bad_part for step in steps if step.report and step.report.refused), "")
             correct_after = self.learner.correct(heldout)
             drawn = self.offers.draw("update", position.num_updates)  # measures the KL, then becomes the next offers
@@ -203,26 +260,33 @@ class Loop:
                 else:
                     self.versions.take_back(before)
                 adapt_kl(self.learner.kl, nats, section.kl)
-                self.learner.keep_reference_logps([*drawn.answers, *self.memory.answers])
-                version = self.versions.add(result, votes, self.memory.fresh)
-        metrics = {**mean_metrics(steps), **self.metrics(result, drawn, votes, steps), **times.metrics()}
+                self.learner.keep_reference_logps([*drawn.answers, *self.memory.answers, *self.feedback.answers])
+                self.note_fresh()
+                version = self.versions.add(result, [one.created_at for one in (*votes, *labels)])
+        learnt = {"votes/new": float(len(votes)), "feedback/new": float(len(labels))}
+        metrics = {**mean_metrics(steps), **self.metrics(result, drawn, learnt, steps), **times.metrics()}
         self.folder.files.append_metrics(position.num_updates, metrics)
         self.folder.runs.add_metrics(position.num_updates, metrics)
         self.versions.publish(version)
-        if version.serving:
+        if result.passes:
             self.offer(drawn, is_new=True)
         self.folder.runs.end_job(job, "done" if result.passes else "dropped", {"reason": result.reason})
-        outcome = f"version {position.serving} is served" if result.passes else f"dropped: {result.reason}"
-        numbers = position.num_updates, len(votes), outcome, nats, times.wall_s
-        _log.info("update %d: %d votes, %s, %.2f nats, %.1f s", *numbers)
+        became = "tried" if position.tried else "served"
+        outcome = f"version {position.version} is {became}" if result.passes else f"dropped: {result.reason}"
+        numbers = position.num_updates, len(votes), len(labels), outcome, nats, times.wall_s
+        _log.info("update %d: %d votes, %d thumbs, %s, %.2f nats, %.1f s", *numbers)
         return result
 
-    def learn(self, fresh: Sequence[VotedPair]) -> list[StepResult]:
-        """The optimizer steps of one update, on fresh votes and some learnt before."""
-        seed = derive(self.cfg.run.seed, "update", self.position.num_updates)
-        votes = [*fresh, *self.memory.replay(round(self.cfg.live.replay * len(fresh)), seed, fresh)]
+    def learn(self, fresh: Sequence[VotedPair], thumbs: Sequence[LabelledAnswer]) -> list[StepResult]:
+        """The optimizer steps of one update, on fresh votes and thumbs and some learnt before."""
+        seed, share = derive(self.cfg.run.seed, "update", self.position.num_updates), self.cfg.live.replay
+        taken = {label.feedback_id for label in thumbs}
+        votes = [*fresh, *self.memory.replay(round(share * len(fresh)), seed, [vote.vote_id for vote in fresh])]
+        labels = [*thumbs, *self.feedback.replay(round(share * len(thumbs)), seed, taken)]
+        chosen = {label.feedback_id for label in labels}
+        pairs, single = with_pairs(labels, (one for id, one in self.feedback.learnt.items() if id not in chosen))
         if self.reward is None:
-            steps = self.preference_steps(votes, seed)
+            steps = self.preference_steps([*votes, *pairs], self.learner.weighed(single), seed)
         else:
             steps = self.reward.steps(votes, seed, self.position.num_steps, self.progress)
         results: list[StepResult] = []
@@ -231,16 +295,20 @@ class Loop:
             results += [] if result.report is None else [result]  # None: all rewards of each group were equal
         return results
 
-    def preference_steps(self, votes: Sequence[VotedPair], seed: int) -> Iterator[StepResult]:
-        """Steps of online DPO; votes on one prompt are in one batch."""
-        section = self.cfg.dpo
+    def preference_steps(
+        self, votes: Sequence[VotedPair], labels: Sequence[LabelledAnswer], seed: int
+    ) -> Iterator[StepResult]:
+        """Steps of online DPO, with thumbs by KTO; what was said of one prompt is in one batch."""
+        section, units = self.cfg.dpo, [*votes, *labels]
         for epoch in range(section.num_epochs):
-            order = permutation_of_groups(seed, epoch, Groups(vote.chosen.prompt_ids for vote in votes))
+            order = permutation_of_groups(seed, epoch, Groups(unit.answers[0].prompt_ids for unit in units))
             # Batches of about equal size: a short last one would get the same weight as a full one.
             num_batches = math.ceil(len(order) / section.pairs_per_step)
             for batch in chunks(order, math.ceil(len(order) / num_batches)):
                 self.progress("learning")
-                yield self.learner.step([votes[index] for index in batch], self.position.num_steps)
+                pairs = [one for index in batch if isinstance(one := units[index], VotedPair)]
+                thumbs = [one for index in batch if isinstance(one := units[index], LabelledAnswer)]
+                yield self.learner.step(pairs, self.position.num_steps, thumbs)
 
     def mean_kl(self, drawn: Rollout) -> float:
         """Mean over completions of log policy - log reference, in nats, with the engine's log-probs of the policy."""
@@ -249,10 +317,11 @@ class Loop:
             sides = zip(drawn.completions, reference, strict=True)
             return fmean(sum(one.raw_logps) - logp_T.sum().item() for one, logp_T in sides)
 
-    def metrics(
-        self, result: CheckResult, drawn: Rollout, votes: Sequence[VotedPair], steps: Sequence[StepResult]
-    ) -> Metrics:
-        """Metrics of an update besides those of its loss. Raises TrainingError after too many refused ones."""
+    def metrics(self, result: CheckResult, drawn: Rollout, learnt: Metrics, steps: Sequence[StepResult]) -> Metrics:
+        """Metrics of an update besides those of its loss, with the numbers `learnt` of votes and thumbs.
+
+        Raises TrainingError after too many refused ones.
+        """
         position = self.position
         reports = [step.report for step in steps if step.report is not None]
         if reports and reports[-1].num_refused_in_row >= self.cfg.optimizer.max_refused_steps:
@@ -266,7 +335,7 @@ class Loop:
             "kl": result.kl,
             "objective/kl_coef": self.learner.kl.value,
             "completions/mean_length": fmean(len(one.token_ids) for one in drawn.completions),
-            "votes/new": float(len(votes)),
+            **learnt,
             "votes/heldout": float(len(self.memory.heldout)),
             "votes/total": float(position.num_votes),
             "version": float(position.serving),
@@ -275,8 +344,9 @@ class Loop:
         }
         if result.accuracy is not None:
             metrics["heldout/accuracy"] = result.accuracy
-        if result.passes and votes:
-            metrics["votes/to_version_s"] = median(position.latencies_s[-len(votes) :])
+        num_learnt = int(sum(learnt.values()))
+        if result.passes and num_learnt and not position.tried:
+            metrics["votes/to_version_s"] = median(position.latencies_s[-num_learnt:])
         return metrics
 
     def refill(self, *, is_new: bool = False) -> None:
@@ -289,7 +359,7 @@ class Loop:
 
     def offer(self, drawn: Rollout, *, is_new: bool) -> None:
         """Offer pairs of `drawn` to raters; with `is_new`, earlier offers become stale."""
-        pairs = self.offers.pair(drawn, self.position.serving)
+        pairs = self.offers.pair(drawn, self.position.version)
         self.can_draw = bool(pairs)
         if not pairs:
             _log.warning("all completions of a prompt are equal: no pairs to compare until the policy changes")
@@ -374,12 +444,15 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
     freeze_lower_layers(model, cfg.model.num_trainable_layers)
     optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS, kernels=policy.kernels)
     controller = kl.Controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0)
-    learner = VoteDPO(cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature)
+    learner = VoteDPO(
+        cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature, cfg.live.feedback
+    )
     engine = engine_for(cfg.rollout, policy, tokenizer, lambda: learner.optimizer)  # a rollback replaces it
     offers = Offers(cfg, found, engine, reference, tokenizer)
     cut = {one.content: one.token_ids for one in (*found.train, *found.heldout) if one.token_ids is not None}
     memory = VoteMemory(tokenizer, context or 10**9, keeps_ties=cfg.dpo.ties != "drop", prompt_ids=cut)
-    return Loop(cfg, learner, offers, memory, folder, Versions(cfg, learner, folder, identity), stop)
+    feedback = FeedbackMemory(cfg.live.feedback, context or 10**9)
+    return Loop(cfg, learner, offers, memory, feedback, folder, Versions(cfg, learner, folder, identity), stop)
 
 
 def run(

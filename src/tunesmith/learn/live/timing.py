@@ -20,22 +20,24 @@ def _num_drawn(cfg: LiveRecipe, num_prompts: int) -> tuple[int, int]:
 
 
 def announce_update(
-    learner: VoteDPO, offers: Offers, memory: VoteMemory, number: int, cost: Work | None = None
+    learner: VoteDPO, offers: Offers, memory: VoteMemory, number: int, cost: Work | None = None, *, num_labels: int = 0
 ) -> Work:
-    """Print to stderr about how long update `number`, on the fresh votes, takes; returns the cost of each kind of work,
-    by a trial of a few seconds unless it is given.
+    """Print to stderr about how long update `number`, on the fresh votes and `num_labels` thumbs, takes; returns the
+    cost of each kind of work, by a trial of a few seconds unless it is given.
     """
     cfg = offers.cfg
     if cost is None:
         _, num_slots = _num_drawn(cfg, cfg.rollout.prompts_per_step)
         drawing = trial_engine(learner.policy, offers.tokenizer, cfg.rollout), offers.sampling("trial"), num_slots
         cost = trial(learner.policy, _rows(cfg, offers), *drawing, optimizer=cfg.optimizer)
-    announce_time(update_work(cfg, learner, offers, memory).seconds(cost), f"update {number}")
+    announce_time(update_work(cfg, learner, offers, memory, num_labels).seconds(cost), f"update {number}")
     return cost
 
 
-def update_work(cfg: LiveRecipe, learner: VoteDPO, offers: Offers, memory: VoteMemory) -> Work:
-    """The work of an update on the fresh votes: its steps, its check, and the completions that are offered next."""
+def update_work(cfg: LiveRecipe, learner: VoteDPO, offers: Offers, memory: VoteMemory, num_labels: int = 0) -> Work:
+    """The work of an update on the fresh votes and `num_labels` thumbs: its steps, its check, and the completions that
+    are offered next.
+    """
     rows, section = _rows(cfg, offers), cfg.live
     num_fresh = min(len(memory.fresh), section.max_votes_per_update)
     num_votes = num_fresh + min(round(section.replay * num_fresh), len(memory.learnt))
@@ -47,8 +49,10 @@ def update_work(cfg: LiveRecipe, learner: VoteDPO, offers: Offers, memory: VoteM
     num_drawn, num_slots = _num_drawn(cfg, num_prompts + section.heldout_prompts_per_round)
     work += Work.drawing(num_drawn, rows.completion, num_slots) + Work(scored=rows.tokens(num_drawn))
     learnt = cfg.dpo if section.update == "dpo" else cfg.reward_model
-    num_batches = -(-num_votes // learnt.pairs_per_step)
-    work += Work(trained=rows.tokens(2 * num_votes), updates=num_batches) * learnt.num_epochs
+    num_labels = round((1 + section.replay) * min(num_labels, section.max_votes_per_update))
+    num_batches = -(-(num_votes + num_labels) // learnt.pairs_per_step)
+    work += Work(scored=rows.tokens(2 * num_labels))  # mismatched answers, by policy and reference
+    work += Work(trained=rows.tokens(2 * num_votes + num_labels), updates=num_batches) * learnt.num_epochs
     if section.update == "dpo":
         return work
     policy = cfg.ppo if section.update == "ppo" else cfg.grpo

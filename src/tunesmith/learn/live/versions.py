@@ -72,8 +72,9 @@ class Position:
     """Counters and cursors of the loop, which a checkpoint stores beside weights.
 
     `num_updates` includes dropped updates; `num_votes` are those that the served version was trained on. Cursors are
-    ids of the newest vote and command that were read, `fresh` ids of votes not yet trained on. `unserved` are creation
-    times of votes whose update was dropped; `latencies_s` are the times from vote to served version.
+    ids of the newest vote, command and feedback that were read, `fresh` and `fresh_feedback` ids of votes and feedback
+    not yet trained on. `unserved` are creation times of votes whose update was dropped or is tried; `latencies_s` are
+    the times from vote to served version. `tried` is the version on trial, 0 without one, since `tried_since`.
     """
 
     num_updates: int = 0
@@ -85,9 +86,18 @@ class Position:
     command_cursor: int = 0
     last_offer: int = 0
     fresh: list[int] = field(default_factory=list[int])
+    feedback_cursor: int = 0
+    fresh_feedback: list[int] = field(default_factory=list[int])
+    tried: int = 0
+    tried_since: float = 0.0
     unserved: list[float] = field(default_factory=list[float])
     latencies_s: list[float] = field(default_factory=list[float])
     versions: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    @property
+    def version(self) -> int:
+        """The version whose weights the policy has: the tried one, else the served one."""
+        return self.tried or self.serving
 
 
 @dataclass(slots=True)
@@ -146,6 +156,7 @@ class Versions:
         for row in self.position.versions:
             self.folder.runs.add_version(PolicyVersion(**row))
         self.folder.link_final(self.position.serving)
+        self.folder.announce_trial(self.position.tried, self.cfg.live.canary.share)
 
     def remember(self, version: PolicyVersion) -> None:
         """Store the record of a version in the position; the oldest are dropped, but not the served one or the base."""
@@ -159,18 +170,15 @@ class Versions:
         """The record of a version, or None."""
         return next((PolicyVersion(**row) for row in self.position.versions if row["version"] == number), None)
 
-    def add(self, result: CheckResult, votes: Sequence[VotedPair], fresh: Iterable[int]) -> PolicyVersion:
-        """The record of an update trained on `votes`; its weights are written if it passed. `fresh` are ids of the
-        votes not yet trained on.
-        """
+    def add(self, result: CheckResult, created_at: Sequence[float]) -> PolicyVersion:
+        """The record of an update trained on votes and thumbs of these times; its weights are written if it passed."""
         position = self.position
         position.newest += 1
-        position.fresh = sorted(fresh)
-        path, num_votes = "", position.num_votes + len(votes)
+        path, num_votes = "", position.num_votes + len(created_at)
         if result.passes:
             path = str(self.export(position.newest, result, num_votes))
             faults.reach("live/version")
-        now = time.time()
+        now, is_tried = time.time(), result.passes and self.cfg.live.canary.share > 0
         version = PolicyVersion(
             version=position.newest,
             created_at=now,
@@ -180,18 +188,23 @@ class Versions:
             num_votes=num_votes,
             kl=result.kl,
             accepted=result.passes,
-            serving=result.passes,
+            serving=result.passes and not is_tried,
             note=result.reason,
         )
-        waiting = [*position.unserved, *(vote.created_at for vote in votes)]
-        if result.passes:
-            latencies_s = [*position.latencies_s, *(now - created_at for created_at in waiting)]
-            position.latencies_s = latencies_s[-_MAX_LATENCIES:]
-            position.unserved, position.serving, position.num_votes = [], version.version, num_votes
-        else:
-            position.unserved = waiting
+        position.unserved = [*position.unserved, *created_at]
+        if is_tried:
+            position.tried, position.tried_since = version.version, now
+        elif result.passes:
+            self.count_served(version, now)
         self.remember(version)
         return version
+
+    def count_served(self, version: PolicyVersion, now: float) -> None:
+        """Note that a new version is served, and how long its votes have waited for it."""
+        position = self.position
+        latencies_s = [*position.latencies_s, *(now - moment for moment in position.unserved)]
+        position.latencies_s, position.unserved = latencies_s[-_MAX_LATENCIES:], []
+        position.serving, position.num_votes = version.version, version.num_votes
 
     def export(self, number: int, result: CheckResult, num_votes: int) -> Path:
         """Write the policy as version `number`, whole or not at all; returns its folder."""
@@ -206,13 +219,38 @@ class Versions:
         return self.learner.export(self.folder.version_path(number), card)
 
     def publish(self, version: PolicyVersion) -> None:
-        """Write a checkpoint, then the version to `runs.db`; if it is served, point `final` to it."""
+        """Write a checkpoint, then the version to `runs.db`; point `final` to the served one, and tell the server which
+        one is tried.
+        """
         self.folder.save(self.checkpoint())
         faults.reach("live/saved")
         self.folder.runs.add_version(version)
         if version.serving:
             self.folder.link_final(version.version)
             self.folder.prune(self.cfg.live.keep_versions, version.version)
+        self.folder.announce_trial(self.position.tried, self.cfg.live.canary.share)
+
+    def note_trial(self, note: str) -> None:
+        """Write what is known of the tried version to its record."""
+        version = self.find(self.position.tried)
+        if version is not None and version.note != note:
+            version = replace(version, note=note)
+            self.remember(version)
+            self.folder.runs.add_version(version)
+
+    def end_trial(self, note: str, *, is_served: bool) -> None:
+        """Serve the tried version, or go back to the weights of the served one with a new optimizer."""
+        position = self.position
+        version = self.find(position.tried)
+        assert version is not None, "the newest versions are remembered"
+        version = replace(version, serving=is_served, accepted=is_served, note=note)
+        position.tried = 0
+        if is_served:
+            self.count_served(version, time.time())
+        else:
+            self.load_weights(position.serving)
+        self.remember(version)
+        self.publish(version)
 
     def roll_back(self, number: int) -> bool:
         """Go back to the weights of version `number` with a new optimizer; False if they are not kept."""
@@ -221,24 +259,32 @@ class Versions:
             known = ", ".join(map(str, [0, *kept]))
             _log.warning("cannot go back to version %d: its weights are not kept; there are %s", number, known)
             return False
+        if position.tried not in (0, number):
+            self.note_trial(f"not decided: version {number} was gone back to")
+        self.load_weights(number)
+        found = self.find(number) or PolicyVersion(number, time.time(), path=str(path) if number else "")
+        note = f"gone back to from version {position.version}"
+        version = replace(found, serving=True, accepted=True, note=note)
+        position.serving, position.num_votes, position.tried = number, version.num_votes, 0
+        self.remember(version)
+        self.folder.save(self.checkpoint())
+        self.folder.runs.add_version(version)
+        self.folder.link_final(number)
+        self.folder.announce_trial(0, 0.0)
+        return True
+
+    def load_weights(self, number: int) -> None:
+        """Give the policy the weights of version `number`, which are kept, and a new optimizer."""
         section = self.cfg.model
         if number != 0:
-            section = section.model_copy(update={"name": str(path), "lora": LoraSection()})
+            name = str(self.folder.version_path(number))
+            section = section.model_copy(update={"name": name, "lora": LoraSection()})
         module = self.learner.policy.module
         source = dict(load_policy(section, device=module.device).model.named_parameters())
         with torch.no_grad():
             for name, parameter in trained_parameters(module).items():
                 parameter.copy_(source[name])
         self.learner.reset_optimizer(self.cfg.optimizer)
-        found = self.find(number) or PolicyVersion(number, time.time(), path=str(path) if number else "")
-        note = f"gone back to from version {position.serving}"
-        version = replace(found, serving=True, accepted=True, note=note)
-        position.serving, position.num_votes = number, version.num_votes
-        self.remember(version)
-        self.folder.save(self.checkpoint())
-        self.folder.runs.add_version(version)
-        self.folder.link_final(number)
-        return True
 
     def update_win_rates(self, sources: Iterable[str], heldout: Sequence[VotedPair]) -> None:
         """Write the win rate against the base model of each version among `sources` (`v12`), from all held-out votes:

@@ -1,22 +1,31 @@
 """Online direct preference optimisation: the policy learns from votes on completions that it drew itself.
 
 Guo et al. 2024, arXiv 2402.04792; Qi et al. 2024, arXiv 2406.05534. The loss is one of `algorithms.direct_loss` plus a
-penalty on the KL to the base model, which is the reference. Shape legend: N votes, S sides (0 chosen, 1 rejected), A
-distinct answers of a micro-batch, B the same answers as rows of the batch, T completion tokens.
+penalty on the KL to the base model, which is the reference. Thumbs on single answers are learnt by KTO in the same
+steps. Shape legend: N votes or thumbs, S sides (0 chosen, 1 rejected), A distinct answers of a micro-batch, B the same
+answers as rows of the batch, T completion tokens.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from tunesmith.base.config.algorithms.live import LiveDPOSection
+from tunesmith.base.config.algorithms.dpo import DPOSection
+from tunesmith.base.config.algorithms.live import LiveDPOSection, LiveFeedbackSection
 from tunesmith.base.config.sections import OptimizerSection
 from tunesmith.base.core.trace import span
-from tunesmith.collect.data.answers import Answer, AnswerBatch, AnswerTable, collate_answers
+from tunesmith.collect.data.answers import (
+    Answer,
+    AnswerBatch,
+    AnswerLabel,
+    AnswerTable,
+    collate_answers,
+    with_mismatched,
+)
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
@@ -26,6 +35,7 @@ from tunesmith.learn.algorithms import direct_loss, kl
 from tunesmith.learn.algorithms.direct_loss import DirectStats, PairLogps
 from tunesmith.learn.algorithms.kl import Controller
 from tunesmith.learn.algorithms.sums import merged
+from tunesmith.learn.live.feedback import LabelledAnswer
 from tunesmith.learn.live.votes import VotedPair
 from tunesmith.learn.trainers import setup
 from tunesmith.learn.trainers.api import PolicyWithKL, StepResult
@@ -46,6 +56,17 @@ class VoteBatch:
     tie_N: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LabelBatch:
+    """The answers of some thumbs, their log-probs under the reference, and the answer, side and weight of each."""
+
+    answers: AnswerBatch
+    reference_logp_BT: torch.Tensor
+    answer_N: torch.Tensor
+    wanted_N: torch.Tensor
+    weight_N: torch.Tensor
+
+
 @dataclass(slots=True)
 class VoteDPO(PolicyWithKL):
     """The learner: `step` changes the policy, the optimizer and `reference_logps`.
@@ -61,18 +82,33 @@ class VoteDPO(PolicyWithKL):
     kl: Controller
     tokenizer: PreTrainedTokenizerBase
     temperature: float
+    feedback: LiveFeedbackSection = field(default_factory=LiveFeedbackSection)
     reference_logps: dict[Answer, torch.Tensor] = field(default_factory=dict[Answer, torch.Tensor])
 
-    def step(self, votes: Sequence[VotedPair], index: int) -> StepResult:
-        """One step: the loss of `votes` and the KL penalty, accumulated over micro-batches, and an update."""
+    def step(self, votes: Sequence[VotedPair], index: int, labels: Sequence[LabelledAnswer] = ()) -> StepResult:
+        """One step: the losses of `votes` and `labels` and the KL penalty, accumulated over micro-batches, and an
+        update.
+        """
+        size, num_units = self.cfg.micro_batch_size, len(votes) + len(labels)
+        answers = [*(answer for vote in votes for answer in vote.answers), *(label.answer for label in labels)]
         with span("reference"):
-            self.reference_logp(answer for vote in votes for answer in vote.answers)
-        loss_of = partial(self.micro_batch_loss, num_votes=len(votes))
+            self.reference_logp(answers)
+        with span("kl"):
+            mismatched_kl = self.mismatched_kl(labels, index)
+        loss_of = partial(self.micro_batch_loss, num_votes=num_units)
+        of_labels = partial(self.label_loss, mismatched_kl=mismatched_kl, num_units=num_units)
+        pairs, beside = chunks(votes, size), [partial(of_labels, part) for part in chunks(labels, 2 * size)]
         with span("update"):
-            report, stats = accumulate(self.optimizer, chunks(votes, self.cfg.micro_batch_size), loss_of)
+            report, stats = accumulate(self.optimizer, pairs, loss_of, beside=beside)
         with span("metrics"):
-            metrics = {**merged([one for one, _ in stats]).metrics(), **token_metrics([sums for _, sums in stats])}
-        return StepResult(metrics, report, lambda: [asdict(vote.as_pair()) for vote in votes])
+            metrics = token_metrics([sums for _, sums in stats])
+            sides = [one for one, _ in stats]
+            metrics |= merged(sides[: len(pairs)]).metrics() if pairs else {}
+            if beside:
+                found = {**merged(sides[len(pairs) :]).metrics(), "kl": mismatched_kl}
+                metrics |= {f"feedback/{name}": value for name, value in found.items()}
+        rows = [*(asdict(vote.as_pair()) for vote in votes), *(label.as_row() for label in labels)]
+        return StepResult(metrics, report, lambda: rows)
 
     def micro_batch_loss(
         self, votes: Sequence[VotedPair], num_votes: float
@@ -98,14 +134,80 @@ class VoteDPO(PolicyWithKL):
             loss = loss + self.kl.value * nats_A[answer_SN].sum() / (2 * num_votes)
         return loss, (stats, TokenSums.of_batch(batch.mask_BT, scores.entropy_BT))
 
+    def label_loss(
+        self, labels: Sequence[LabelledAnswer], mismatched_kl: float, num_units: float
+    ) -> tuple[torch.Tensor, tuple[DirectStats, TokenSums]]:
+        """KTO's loss of `labels`, each times its weight, and the KL penalty, over `num_units`, with statistics."""
+        table = AnswerTable()
+        places = torch.tensor([table.place(label.answer) for label in labels])
+        wanted = torch.tensor([label.is_wanted for label in labels])
+        weights = torch.tensor([self.feedback.thumbs_weight * label.weight for label in labels])
+        sent = setup.sent(LabelBatch(*self.batch_of(table), places, wanted, weights), self.uploader)
+        batch, answer_N = sent.answers, sent.answer_N
+        scores = self.scores(self.policy, batch)
+        reference_logp_BT = sent.reference_logp_BT.to(scores.logp_BT)
+        row_A = torch.argsort(batch.answer_B)
+        logp_A, reference_logp_A = scores.logp_BT.sum(dim=1)[row_A], reference_logp_BT.sum(dim=1)[row_A]
+        loss, stats = direct_loss.kto(
+            logp_A[answer_N],
+            reference_logp_A[answer_N],
+            sent.wanted_N,
+            self.kto_settings,
+            kl=mismatched_kl,
+            num_completions=num_units,
+            weight_B=sent.weight_N,
+        )
+        if self.kl.value > 0:
+            nats_A = kl.penalty("k1", scores.logp_BT, reference_logp_BT, batch.mask_BT).sum(dim=1)[row_A]
+            loss = loss + self.kl.value * nats_A[answer_N].sum() / num_units
+        return loss, (stats, TokenSums.of_batch(batch.mask_BT, scores.entropy_BT))
+
+    @property
+    def kto_settings(self) -> DPOSection:
+        """The settings of the loss of thumbs, with the `beta` of the pairs."""
+        sides = self.feedback.desirable_weight, self.feedback.undesirable_weight
+        return DPOSection(loss="kto", beta=self.cfg.beta, desirable_weight=sides[0], undesirable_weight=sides[1])
+
+    def mismatched_kl(self, labels: Sequence[LabelledAnswer], seed: int) -> float:
+        """KTO's estimate of the KL to the reference in nats, from answers to the prompts of others; 0 of one prompt."""
+        table = AnswerTable()
+        longest = max((len(one.answer.prompt_ids) + len(one.answer.completion_ids) for one in labels), default=0)
+        units = [AnswerLabel(str(one.feedback_id), table.place(one.answer), one.is_wanted) for one in labels]
+        mixed = [one.mismatched for one in with_mismatched(units, table, longest, seed) if one.mismatched >= 0]
+        answers = [table.answers[place] for place in mixed]
+        if not answers:
+            return 0.0
+        reference = torch.stack([logp_T.sum() for logp_T in self.reference_logp(answers)])
+        return direct_loss.mismatched_kl(self.sums(answers), reference)
+
+    def weighed(self, labels: Sequence[LabelledAnswer]) -> list[LabelledAnswer]:
+        """The labels with truncated importance weights under the current policy; as they are where that is off."""
+        limit = self.feedback.importance_limit
+        if limit is None or not labels:
+            return list(labels)
+        drawn = torch.tensor([label.drawn_logp for label in labels], dtype=torch.float64)
+        logp = self.sums([label.answer for label in labels]).double()
+        weights = direct_loss.importance(logp, drawn, limit).tolist()
+        return [replace(label, weight=weight) for label, weight in zip(labels, weights, strict=True)]
+
+    def sums(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """The log-prob of each answer under the policy, summed over its tokens, on the CPU."""
+        order = sorted(set(answers), key=lambda one: (one.prompt_ids, one.completion_ids))
+        parts = self.answer_logps(self.policy, order)
+        found = {one: logp for part, logp_BT in parts for one, logp in zip(part, logp_BT.sum(dim=1).cpu(), strict=True)}
+        return torch.stack([found[one] for one in answers])
+
     def collate(self, votes: Sequence[VotedPair]) -> VoteBatch:
         """The votes as CPU tensors, each distinct answer once."""
         table = AnswerTable()
         pairs = [(table.place(vote.chosen), table.place(vote.rejected)) for vote in votes]
+        return VoteBatch(*self.batch_of(table), torch.tensor(pairs).T, torch.tensor([vote.tie for vote in votes]))
+
+    def batch_of(self, table: AnswerTable) -> tuple[AnswerBatch, torch.Tensor]:
+        """The answers as CPU tensors, and their log-probs under the reference."""
         batch = collate_answers(table.answers, range(len(table.answers)))
         reference = self.reference_logp(table.answers[index] for index in batch.answer_B.tolist())
-        reference_logp_BT = pad_sequence(reference, batch_first=True)
-        return VoteBatch(batch, reference_logp_BT, torch.tensor(pairs).T, torch.tensor([vote.tie for vote in votes]))
+        return batch, pad_sequence(reference, batch_first=True)
 
     def scores(self, model: LanguageModel, batch: AnswerBatch) -> TokenScores:
         """Log-probs and entropies of the completion tokens under `model`."""

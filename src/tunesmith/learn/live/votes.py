@@ -1,7 +1,8 @@
 """Votes as token ids: new ones, those learnt from, and those on held-out prompts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.log import get_logger
@@ -47,8 +48,33 @@ class VotedPair:
         return Pair(self.prompt, self.texts[0], self.texts[1], tie=self.tie)
 
 
+JudgedT = TypeVar("JudgedT")
+
+
 @dataclass(slots=True)
-class VoteMemory:
+class Remembered(Generic[JudgedT]):
+    """What is learnt from, by id: `fresh`, and `learnt` before, of which the oldest are dropped first."""
+
+    fresh: dict[int, JudgedT] = field(default_factory=dict[int, JudgedT], kw_only=True)
+    learnt: dict[int, JudgedT] = field(default_factory=dict[int, JudgedT], kw_only=True)
+
+    def take(self, limit: int) -> list[JudgedT]:
+        """Move the oldest `limit` fresh ones to the learnt ones, and return them."""
+        taken = {id: self.fresh.pop(id) for id in sorted(self.fresh)[:limit]}
+        self.learnt |= taken
+        for id in sorted(self.learnt)[: max(0, len(self.learnt) - MAX_REMEMBERED)]:
+            del self.learnt[id]
+        return list(taken.values())
+
+    def replay(self, count: int, seed: int, excluded: Iterable[int]) -> list[JudgedT]:
+        """`count` learnt ones, none of the ids `excluded`, without repeats: a pure function of `seed` and their ids."""
+        known = sorted(self.learnt.keys() - set(excluded))
+        drawn = permutation(derive(seed, "replay"), 0, len(known))[:count]
+        return [self.learnt[known[index]] for index in drawn]
+
+
+@dataclass(slots=True)
+class VoteMemory(Remembered[VotedPair]):
     """Votes to learn from, by vote id: `fresh` ones, those `learnt` before, and those on held-out prompts.
 
     An answer has at most `max_tokens` tokens with its prompt. `prompt_ids` are the ids of prompts that were cut by
@@ -59,8 +85,6 @@ class VoteMemory:
     max_tokens: int
     keeps_ties: bool = True
     prompt_ids: Mapping[Text, tuple[int, ...]] = field(default_factory=dict[Text, tuple[int, ...]])
-    fresh: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
-    learnt: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
     heldout: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
     _vote_of: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -94,20 +118,6 @@ class VoteMemory:
             target[vote.id], self._vote_of[vote.presentation_id] = pair, vote.id
             if len(target) > MAX_REMEMBERED and target is not self.fresh:
                 del target[min(target)]
-
-    def take(self, limit: int) -> list[VotedPair]:
-        """Move the oldest `limit` fresh votes to the learnt ones, and return them."""
-        taken = [self.fresh.pop(vote_id) for vote_id in sorted(self.fresh)[:limit]]
-        self.learnt |= {one.vote_id: one for one in taken}
-        for vote_id in sorted(self.learnt)[: max(0, len(self.learnt) - MAX_REMEMBERED)]:
-            del self.learnt[vote_id]
-        return taken
-
-    def replay(self, count: int, seed: int, excluded: Sequence[VotedPair]) -> list[VotedPair]:
-        """`count` learnt votes without repeats: a pure function of `seed` and their ids."""
-        known = sorted(self.learnt.keys() - {one.vote_id for one in excluded})
-        drawn = permutation(derive(seed, "replay"), 0, len(known))[:count]
-        return [self.learnt[known[index]] for index in drawn]
 
     def heldout_decided(self, limit: int) -> list[VotedPair]:
         """The newest `limit` held-out votes that prefer one of two answers of the same version.

@@ -14,6 +14,7 @@ from tunesmith.base.config.algorithms.reward import RewardTrainerSection
 from tunesmith.base.config.recipe import Recipe, check_horizon
 from tunesmith.base.config.rules import SAMPLING, Rule, always, is_not, is_updated_once
 from tunesmith.base.config.sections import (
+    Finite,
     Fraction,
     NonNegative,
     NonNegativeInt,
@@ -116,6 +117,53 @@ class LiveCheckSection(Section):
     (McNemar's exact test)."""
 
 
+class LiveFeedbackSection(Section):
+    """Thumbs and grades that applications gave to answers of the API; thumbs are learnt by KTO (arXiv 2402.01306)."""
+
+    SHORTHAND = "thumbs_weight"
+
+    thumbs_weight: NonNegative = 1.0
+    """Weight of a thumb in the loss, that of a vote being 1. 0 is off."""
+    metrics: tuple[str, ...] = ()
+    """Names of the metrics that count; empty: every one whose values are true or false."""
+    grade_threshold: Finite | None = None
+    """Grades, the numbers of `metrics`, count as a thumb up from this one on, and as a thumb down below; null: grades
+    are left out."""
+    desirable_weight: Positive = 1.0
+    """Weight of the answers with a thumb up."""
+    undesirable_weight: Positive = 1.0
+    """Weight of the answers with a thumb down."""
+    importance_limit: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Weigh an answer by its probability under the policy over that under which it was drawn, up to this limit; null
+    is off."""
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> "LiveFeedbackSection":
+        if self.grade_threshold is not None and not self.metrics:
+            raise ValueError(
+                f"grade_threshold is {self.grade_threshold:g}, but metrics names none, and each has a scale of its "
+                "own; name the metrics whose values are grades"
+            )
+        return self
+
+
+class LiveCanarySection(Section):
+    """Trial of a version on a share of the API's requests, before it is served to all."""
+
+    SHORTHAND = "share"
+
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the conversations that a new version answers while it is tried; 0 is off: it is served at once."""
+    margin: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """A version is served once the share of thumbs up is not lower by this than that of the served version."""
+    p_value: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Largest probability of serving one that is worse by the margin, or taking back one that is not worse."""
+    wait_s: Positive = 1800.0
+    """Seconds without feedback after which the checks on held-out votes decide."""
+    most_s: Positive = 21600.0
+    """Seconds after which a version that is not decided is taken back."""
+
+
 class LiveSection(Section):
     """Conditions under which votes become an update, and the versions that are kept."""
 
@@ -141,6 +189,8 @@ class LiveSection(Section):
     """Steps of PPO or GRPO in one update."""
     kl: LiveKLSection = LiveKLSection()
     check: LiveCheckSection = LiveCheckSection()
+    feedback: LiveFeedbackSection = LiveFeedbackSection()
+    canary: LiveCanarySection = LiveCanarySection()
     keep_versions: PositiveInt = 5
     """Number of newest versions to keep for a rollback, besides the base model."""
     poll_s: Positive = 0.2
@@ -194,6 +244,13 @@ LIVE_RULES: tuple[Rule, ...] = (
     _unless_live("ppo or grpo", "reward_model.* live.policy_steps optimizer.head_learning_rate rollout.importance.*"),
     _unless_live("ppo or grpo", "rollout.recompute_logps"),
     _unless_live("dpo", "dpo.*", "dpo.ties dpo.micro_batch_size"),
+    _unless_live("dpo", "live.feedback.*", "live.feedback.metrics live.feedback.grade_threshold"),
+    Rule(
+        "live.canary.*",
+        lambda v: v["live.canary.share"] == 0,
+        "live.canary.share is 0, so no version is tried; give a share, or leave this out",
+        "live.canary.share",
+    ),
     Rule("live.kl.coef live.kl.target", is_not("live.update", "dpo"), "live.update has a KL of its own; set that one"),
     Rule("dpo.reference", always, "the live loop computes log-probs of the reference once for each answer"),
     Rule("rollout.score_while_drawing", always, "the live loop scores after drawing; leave this out"),

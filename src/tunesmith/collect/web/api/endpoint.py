@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from random import SystemRandom
 from typing import Any
 
@@ -30,13 +31,22 @@ _log = get_logger(__name__)
 class Endpoint:
     """Answers by the models of `contestants()`, of which the first also answers to the name `alias`. For the event loop
     of a server.
+
+    `tried(served)` is a version that answers a share of the conversations in the place of the first, if there is one.
     """
 
     def __init__(
-        self, drawer: Drawer, contestants: Callable[[], Sequence[Contestant]], alias: str, max_open: int = MAX_OPEN
+        self,
+        drawer: Drawer,
+        contestants: Callable[[], Sequence[Contestant]],
+        alias: str,
+        max_open: int = MAX_OPEN,
+        *,
+        tried: Callable[[Contestant], tuple[Contestant, float] | None] = lambda served: None,
     ) -> None:
         self.alias = alias
         self._contestants = contestants
+        self._tried = tried
         self._drawer = drawer
         self._max_open = max_open
         self._random = SystemRandom()
@@ -69,10 +79,18 @@ class Endpoint:
         """The models that can be asked for by name, the served one first."""
         return list(self._contestants())
 
-    def model(self, name: str) -> Contestant:
-        """The model of this name; the served one for `alias` and for no name. Raises RefusedError if there is none."""
+    def model(self, name: str, conversation: str = "") -> Contestant:
+        """The model of this name; for `alias` and for no name the served one, or, for a share of the conversations, the
+        same ones as long as it lasts, one that is tried. Raises RefusedError if there is none.
+        """
         found = self.models()
-        chosen = found[:1] if name in ("", self.alias) else [one for one in found if one.name == name]
+        tried = self._tried(found[0]) if found else None
+        if name in ("", self.alias):
+            chosen = found[:1]
+            if tried is not None and conversation and place_of(conversation, tried[0].name) < tried[1]:
+                chosen = [tried[0]]
+        else:
+            chosen = [one for one in (*found, *(tried or ())[:1]) if one.name == name]
         if not found:
             raise RefusedError(503, "there is no model yet: start `tunesmith live`", retry_after=str(_RETRY_S))
         if not chosen:
@@ -126,6 +144,12 @@ class Endpoint:
             return self._drawer.ask(request, on_reply)
         except RunError as error:
             raise RefusedError(503, str(error), retry_after="1") from None
+
+
+def place_of(conversation: str, name: str) -> float:
+    """A number in [0, 1) that is spread evenly over conversations, and anew for each version of this `name`."""
+    digest = blake2b(f"{name}\0{conversation}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def _refused(reply: Json) -> RefusedError:

@@ -1,6 +1,7 @@
 """Routes of the API: OpenAI's of models, chats and completions, vLLM's of token ids, and TensorZero's of feedback."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.base.core.errors import StoreError
-from tunesmith.collect.store.inferences import Speaker
+from tunesmith.collect.store.inferences import Speaker, conversation_of
 from tunesmith.collect.store.records import Feedback, KeyUser, Rater
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api import keys, openai
@@ -136,7 +137,9 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
     @routes.post(CHAT)
     async def chat(request: HttpRequest, body: ChatRequest, caller: Caller, services: ServicesOf) -> Response:
         """Answer a conversation, whole or as a stream."""
-        speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model)]
+        said = tuple(message.as_message() for message in body.messages)
+        conversation = conversation_of(caller.id, body.episode_id or "", keys.user_for(caller, body.user), said)
+        speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model, conversation)]
         if body.compare and (body.n or 1) > 1:
             raise RefusedError(400, "compare gives two answers; leave n out", param="n")
         if body.compare and speakers[0] == speakers[1]:  # two requests with the same seed would be the same answer
@@ -148,7 +151,8 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
     @routes.post(TEXT)
     async def complete(request: HttpRequest, body: TextRequest, caller: Caller, services: ServicesOf) -> Response:
         """Continue texts or token ids, whole or as a stream."""
-        speaker, prompts = endpoint.model(body.model), body.prompts()
+        prompts = body.prompts()
+        speaker = endpoint.model(body.model, _of_text(caller, body, prompts[0]))
         asked = [{"model": speaker.model, **body.asked(speaker.sampling), **prompt} for prompt in prompts]
         answering = Answering(endpoint, metrics, services, caller, body, [speaker] * len(prompts), asked)
         return await _answered(request, answering, TextForm(answering))
@@ -158,12 +162,19 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
         """Continue token ids: ids, log-probs and the reason of the end, as vLLM's token server has it."""
         if body.stream:
             raise RefusedError(400, "this route does not stream; leave stream out", param="stream")
-        speaker, sampled = endpoint.model(body.model), body.sampling_params
+        sampled = body.sampling_params
+        speaker = endpoint.model(body.model, _of_text(caller, sampled, body.token_ids))
         one = {"model": speaker.model, **sampled.asked(speaker.sampling), "token_ids": body.token_ids}
         answering = Answering(endpoint, metrics, services, caller, sampled, [speaker], [one], model=body.model)
         return await _answered(request, answering, TokenForm(answering))
 
     return routes
+
+
+def _of_text(caller: Rater, body: Sampled, prompt: object) -> str:
+    """The name of the conversation of a request to continue a text."""
+    user = keys.user_for(caller, body.user)
+    return conversation_of(caller.id, body.episode_id or "", user, json.dumps(prompt))
 
 
 def _feedback(metrics: Metrics) -> APIRouter:
