@@ -12,12 +12,14 @@ from typing import Any
 from recipes import merged
 
 from tunesmith.base.config.algorithms.live import LiveRecipe
+from tunesmith.collect.store.inferences import Speaker
 from tunesmith.collect.store.records import (
     CampaignSettings,
     Candidate,
     Choice,
     Feedback,
     Inference,
+    KeySettings,
     NewItem,
     Presentation,
     Verdict,
@@ -118,13 +120,14 @@ class Voters:
 
     def say(self, name: str, value: Any, metric: str = "thumbs") -> None:
         """Feedback of the key on an answer."""
-        self.store.give_feedback(self.campaign_id, Feedback(metric=metric, value=value, inference=name), self.key_id)
+        said = Feedback(metric=metric, value=value, inference=name)
+        self.store.give_feedback(self.campaign_id, said, Speaker(self.key_id))
 
     @property
     def key_id(self) -> int:
         """The key of an application."""
         keys = [rater.id for rater in self.store.reader.raters() if rater.scopes]
-        return keys[0] if keys else self.store.add_rater("app", scopes=("generate", "feedback")).rater.id
+        return keys[0] if keys else self.store.add_rater("app", key=KeySettings(("generate", "feedback"))).rater.id
 
 
 @contextmanager

@@ -108,7 +108,8 @@ def test_a_preference_between_two_answers_is_a_vote_with_the_ids_that_were_drawn
     say(store, key, "preference", {"better": 1, "worse": 0}, "chatcmpl-1")
     (vote,) = store.reader.votes_after(0)
     assert (vote.chosen.text, vote.rejected.text) == ("Blue.", "Red.")
-    assert vote.chosen.token_ids == (5, 6) and vote.chosen.weight_version == 3 and vote.rater == "app"
+    assert vote.chosen.token_ids == (5, 6) and vote.chosen.weight_version == 3
+    assert vote.chosen_side is None  # where the application showed it, nobody said
     # Said otherwise, it replaces the first; withdrawn, there is none.
     say(store, key, "preference", {"better": 0, "worse": 1, "verdict": "much_better"}, "chatcmpl-1")
     last = store.reader.votes_after(vote.id)[-1]

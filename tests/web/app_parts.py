@@ -10,6 +10,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from tunesmith.collect.store.records import KeySettings
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.allowed import Allowed
@@ -81,5 +82,5 @@ def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = (),
             admin, rater = store.add_rater("ada", "admin"), store.add_rater("rob")
             talk = Conversation(TALK_ID, admin.rater.id, [])
             (folder / "arena" / f"{TALK_ID}.json").write_text(talk.to_json())
-            key = store.add_rater("app", scopes=("generate", "feedback"))
+            key = store.add_rater("client", key=KeySettings(("generate", "feedback")))
             yield Parts(app, store, admin.token, rater.token, jobs, key.token)

@@ -214,10 +214,16 @@ class Answering:
 
 
 def answering_pair(
-    connection: Connection, rng: random.Random, campaign_id: int, item: NewItem, rater_id: int, now: float
+    connection: Connection,
+    rng: random.Random,
+    campaign_id: int,
+    item: NewItem,
+    rater_id: int,
+    now: float,
+    seed: int = SHOWN_ELSEWHERE,
 ) -> Answering:
-    """A rater's answer to a pair that was shown to them outside of the queue, in the order of its candidates. Item and
-    presentation are stored; a repeated call finds them.
+    """A rater's answer to a pair that was shown to them outside of the queue, in the order of its candidates, or, with
+    the `seed` SIDES_UNKNOWN, in whatever order. Item and presentation are stored; a repeated call finds them.
     """
     (item_id,) = add_items(connection, campaign_id, [item]).item_ids
     # The pair may have been stored before, with its answers in the other order.
@@ -232,7 +238,7 @@ def answering_pair(
             raise VoteConflictError("you have given all the votes that the campaign asks of one rater")
         until = now + settings.settings.lease_s
         add_presentation(connection, rng, 2, item_id=item_id, rater_id=rater_id, shown_at=now, lease_until=until)
-        connection.execute(update(presentations).where(*of_both).values(order_json=order, seed=SHOWN_ELSEWHERE))
+        connection.execute(update(presentations).where(*of_both).values(order_json=order, seed=seed))
         shown = connection.execute(theirs).one()
     # They may have seen it before, in another conversation, with the sides exchanged.
     return Answering(connection, shown.token, rater_id, now, is_mirrored=tuple(shown.order_json) != order)

@@ -20,6 +20,7 @@ from tunesmith.collect.store.answers import answering_pair
 from tunesmith.collect.store.campaigns import rater_of_user, raters_named
 from tunesmith.collect.store.content import MAX_NAME, check_text, check_values, encode_json
 from tunesmith.collect.store.items import chunks
+from tunesmith.collect.store.queue import SIDES_UNKNOWN
 from tunesmith.collect.store.records import (
     MODEL_SOURCE,
     Candidate,
@@ -437,7 +438,7 @@ class _About:
             item, verdict = self._pair(connection, said, value)
             if not all(isinstance(part, str) for one in _messages(item.prompt) for part in one.values()):
                 return  # a prompt with calls of tools, which no page can show
-            answering = answering_pair(connection, rng, campaign_id, item, rater_id, now)
+            answering = answering_pair(connection, rng, campaign_id, item, rater_id, now, SIDES_UNKNOWN)
             if is_withdrawn:
                 answering.withdraw(None)
             else:

@@ -69,11 +69,16 @@ SHOWN_ELSEWHERE = -2
 """The seed of a presentation outside of the queue, in the arena, whose order was drawn there."""
 
 
+SIDES_UNKNOWN = -3
+"""The seed of a presentation in an application that does not say on which side it showed an answer."""
+
+
 def knows_side() -> ColumnElement[bool]:
     """True for a presentation whose order is that in which the answers were shown. An imported vote, which was never
     leased, has it only if it came with the vote.
     """
-    return or_(presentations.c.lease_until > presentations.c.shown_at, presentations.c.seed == GIVEN_ORDER)
+    was_leased = presentations.c.lease_until > presentations.c.shown_at
+    return or_(was_leased & (presentations.c.seed != SIDES_UNKNOWN), presentations.c.seed == GIVEN_ORDER)
 
 
 def new_presentation(

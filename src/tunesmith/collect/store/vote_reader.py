@@ -12,7 +12,7 @@ from tunesmith.collect.store import campaigns, inferences, vote_stats
 from tunesmith.collect.store.content import as_answer, prompt_sha256
 from tunesmith.collect.store.database import ReadOnlyDatabase, or_now
 from tunesmith.collect.store.items import candidates_of_items
-from tunesmith.collect.store.queue import SHOWN_ELSEWHERE, knows_side, load_presentations
+from tunesmith.collect.store.queue import SHOWN_ELSEWHERE, SIDES_UNKNOWN, knows_side, load_presentations
 from tunesmith.collect.store.records import (
     MARGIN_BETTER,
     MARGIN_MUCH,
@@ -164,7 +164,10 @@ class VoteReader(ReadOnlyDatabase):
 
         def read(connection: Connection) -> list[Answered]:
             campaign = campaigns.campaign(connection, campaign_id)
-            theirs = (presentations.c.rater_id == rater_id, presentations.c.seed != SHOWN_ELSEWHERE)
+            theirs = (
+                presentations.c.rater_id == rater_id,
+                presentations.c.seed.not_in((SHOWN_ELSEWHERE, SIDES_UNKNOWN)),
+            )
             is_answered = presentations.c.state.in_(("done", "skipped")), items.c.campaign_id == campaign_id
             query = select(presentations.c.id, presentations.c.order_json).select_from(presentations.join(items))
             query = query.where(*theirs, *is_answered).order_by(presentations.c.id.desc()).limit(count)

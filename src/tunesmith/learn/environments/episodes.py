@@ -8,9 +8,11 @@ the turns, replies to each in a thread of its own, and returns groups as `Engine
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tunesmith.base.config.sections import EnvironmentSection
@@ -364,20 +366,20 @@ class Conversations:
         except (InputError, EnvironmentFailedError):
             raise
         except TimeLimitError as error:
-            state.reason, state.error = "time_limit", f"TimeLimitError: {error}"
+            state.reason, state.error = "time_limit", f"TimeLimitError: {error} (environment.timeout_s)"
             self._end_hosted(hosted, wait_s=0.0)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - an environment may raise anything, an exit too
-            state.reason, state.error = "error", f"{type(error).__name__}: {error}"
+            state.reason, state.error = "error", f"{type(error).__name__}: {error}{_place_of(error)}"
             self._end_hosted(hosted, wait_s=self._section.timeout_s)  # a server may have no room beside its session
         state.hosted = None  # broken: nobody knows its state
         with self._lock:
             if (kind := state.error.partition(":")[0]) not in self._said_errors:
                 self._said_errors.add(kind)
                 _log.warning(
-                    "the environment broke a trajectory of prompt %s (%s); it is left out or counted by the "
-                    "reward's on_error. More of this kind are counted in environment/errors.",
+                    "the environment broke a trajectory of prompt %s (%s); it is left out, and the others go on. "
+                    "Correct the environment; further ones of this kind are counted in environment/errors.",
                     state.prompt.id,
                     state.error,
                 )
@@ -430,6 +432,12 @@ class Conversations:
         wait([hosted.end() for hosted in made], self._section.timeout_s)
         if isinstance(self._open, Processes):
             self._open.close()
+
+
+def _place_of(error: BaseException) -> str:
+    """The function, file and line in which an error was raised; empty for one of another process."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def _check(errors: Sequence[tuple[str, str | None]]) -> None:

@@ -14,7 +14,7 @@ from tunesmith.base.config.effects import check_effects
 from tunesmith.base.config.load import origins_of
 from tunesmith.base.config.recipe import PolicyRecipe, Recipe, SamplingRecipe
 from tunesmith.base.config.schema import SPECS
-from tunesmith.base.core.errors import CheckpointError, RunError, ServerError
+from tunesmith.base.core.errors import CheckpointError, EnvironmentFailedError, RunError, ServerError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import derive
 from tunesmith.base.core.trace import span
@@ -116,7 +116,8 @@ def run(
     Raises:
         InputError: for a config, model, data or reward that cannot be used, before the run folder is made.
         TrainingError: if too many steps in a row are not finite, or memory runs out.
-        ServerError: if its rollout server is lost for too long, once a checkpoint is written.
+        ServerError, EnvironmentFailedError: if its rollout server is lost for too long, or its environment breaks every
+            trajectory, once a checkpoint is written.
         StoppedError: after SIGTERM or SIGINT, once a checkpoint is written.
 
     With several ranks (`scale.ranks`, or under `torchrun`) this process leads or follows; each returns the result.
@@ -260,14 +261,14 @@ def computed_step(cfg: Recipe, task: Task, learner: Learner, index: int) -> tupl
 def take_step(task: Task, learner: Learner, session: Session, rates: Callable[..., Metrics], index: int) -> None:
     """Take step `index` (from 0), evaluate where that is due, and record it.
 
-    If its rollout server is lost, a checkpoint of the last whole step is written first.
+    If its rollout server is lost, or its environment fails, a checkpoint of the last whole step is written first.
     """
     version, lost = learner.optimizer.weight_version, None
     with session.working() as times:
         tell("step", index)
         try:
             num_rows, result = computed_step(session.cfg, task, learner, index)
-        except ServerError:
+        except (ServerError, EnvironmentFailedError):
             if learner.optimizer.weight_version == version:
                 session.save_now()
             raise
@@ -276,7 +277,7 @@ def take_step(task: Task, learner: Learner, session: Session, rates: Callable[..
             if session.is_due(index, session.cfg.run.eval_every):
                 tell("evaluate")
                 evaluation = task.evaluate(learner)
-        except ServerError as error:
+        except (ServerError, EnvironmentFailedError) as error:
             lost = error  # the step itself is whole
     per_s = rates(num_rows, result.metrics.get("num_tokens"), times)
     metrics = {**result.metrics, **evaluation, **times.metrics(), **per_s}

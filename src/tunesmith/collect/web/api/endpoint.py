@@ -63,6 +63,8 @@ class Endpoint:
             self._drawer.ask(request, lambda reply: self._note(model, reply))
 
     def _note(self, model: Json, reply: Json) -> None:
+        if reply.get("kind") == "model":
+            _log.warning("the model cannot be used: %s", reply["error"])
         if "begun" in reply:
             self._contexts[json.dumps(model, sort_keys=True)] = reply["begun"]["context"]
 
