@@ -426,10 +426,11 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path):
 
 
 _IMPORT = """
-import resource, sys
+import sys
 from tunesmith.apps.cli.main import main
+from tunesmith.base.runs.environment import peak_rss_since_reset_gb
 assert main(["votes", "import", sys.argv[1], "--dir", sys.argv[2], "--json"]) == 0
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(1000 * peak_rss_since_reset_gb())
 """
 
 

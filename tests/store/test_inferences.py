@@ -7,8 +7,8 @@ import pytest
 
 from tunesmith.base.core.errors import DataError, StoreError, UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
-from tunesmith.collect.store.inferences import EDITED, Speaker
-from tunesmith.collect.store.records import CampaignSettings, Choice, Feedback, Inference, KeySettings
+from tunesmith.collect.store.inferences import Speaker
+from tunesmith.collect.store.records import EDITED, CampaignSettings, Choice, Feedback, Inference, KeySettings
 from tunesmith.collect.store.votes import VoteStore
 
 PROMPT: Text = ({"role": "user", "content": "Name a colour."},)

@@ -30,8 +30,7 @@ from tunesmith.collect.data.foreign_values import (
 from tunesmith.collect.data.rows import Row, RowError, kind_of
 from tunesmith.collect.data.vote_values import UNKNOWN_RATER, mapping_of, text_of
 from tunesmith.collect.store.content import MAX_NAME
-from tunesmith.collect.store.inferences import EDITED
-from tunesmith.collect.store.records import Given, PreferenceName
+from tunesmith.collect.store.records import EDITED, Given, PreferenceName
 
 # Open WebUI: `backend/open_webui/models/feedbacks.py`, and the browser's `ResponseMessage.svelte`.
 

@@ -12,8 +12,8 @@ from tunesmith.base.schema.records import Message, Text
 from tunesmith.collect.data.rows import Row, RowError, as_content, kind_of
 from tunesmith.collect.data.vote_values import mapping_of, rater_of, time_of
 from tunesmith.collect.store.content import MAX_NAME, encode_json
-from tunesmith.collect.store.inferences import EDITED
 from tunesmith.collect.store.records import (
+    EDITED,
     MODEL_SOURCE,
     Candidate,
     Given,

@@ -22,6 +22,7 @@ from tunesmith.collect.store.content import MAX_NAME, check_text, check_values, 
 from tunesmith.collect.store.items import chunks
 from tunesmith.collect.store.queue import SIDES_UNKNOWN
 from tunesmith.collect.store.records import (
+    EDITED,
     MODEL_SOURCE,
     Candidate,
     Choice,
@@ -41,9 +42,6 @@ PREFERENCES: Mapping[str, Verdict] = {
     "both_bad": "both_bad",
 }
 """Verdicts of a preference, as those of a vote with the better answer on the left."""
-
-EDITED = "edited by a person"
-"""Source of an answer that a demonstration brought."""
 
 DAY_S = 24 * 3600
 
@@ -229,8 +227,9 @@ def add_given(connection: Connection, given: Sequence[GivenFeedback], now: float
         check_given(one)
     fresh = {_feedback_name(one): one for one in given}
     for chunk in chunks(list(fresh)):
-        there = select(feedback.c.name).where(feedback.c.name.in_(chunk))
-        fresh = {name: one for name, one in fresh.items() if name not in set(connection.execute(there).scalars())}
+        there = connection.execute(select(feedback.c.name).where(feedback.c.name.in_(chunk))).scalars()
+        for name in there.all():
+            del fresh[name]
     people = [name for one in fresh.values() for name in (one.application, one.rater)]
     rater_ids = raters_named(connection, people, now)
     answers = _given_answers(connection, list(fresh.values()), rater_ids, now)
@@ -241,6 +240,7 @@ def add_given(connection: Connection, given: Sequence[GivenFeedback], now: float
         last[key] = last.get(key, 0) + 1
         values = {"inference_id": key[0], "rater_id": key[1], "metric": key[2], "revision": last[key]}
         values |= {"name": name, "episode": "", "choice": 0, "value_json": one.value, "tags_json": dict(one.tags)}
+        values |= {"key_id": rater_ids[one.application], "user": ""}
         rows.append(values | {"created_at": now if one.created_at is None else one.created_at})
     insert_rows(connection, feedback, rows)
     return len(rows)

@@ -33,6 +33,9 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 MODEL_SOURCE = "model "
 """Prefix of the source of an answer by a model that is no version of the live loop."""
 
+EDITED = "edited by a person"
+"""Source of an answer that a demonstration brought."""
+
 MARGIN_MUCH = 2.0
 """Margin of a vote that calls one answer much better."""
 

@@ -19,12 +19,12 @@ _NO_THUMB = frozenset({"preference", "demonstration", "comment"})
 class LabelledAnswer:
     """An answer and what was said of it last: the `value` of a metric, 0 and 1 for a thumb, and whether it `is_wanted`.
 
-    `version` gave the answer at `asked_at`, with the log-prob `drawn_logp` under the distribution that was sampled.
-    `weight` is that of the answer in the loss.
+    `key_id` is the key whose application asked. `version` gave the answer at `asked_at`, with the log-prob `drawn_logp`
+    under the distribution that was sampled. `weight` is that of the answer in the loss.
     """
 
     feedback_id: int
-    rater_id: int
+    key_id: int
     conversation: str
     prompt: Prompt
     answer: Answer
@@ -108,7 +108,7 @@ class FeedbackMemory(Remembered[LabelledAnswer]):
         threshold = self.section.grade_threshold
         return LabelledAnswer(
             feedback_id=said.id,
-            rater_id=said.rater_id,
+            key_id=request.rater_id,
             conversation=conversation_of(request.rater_id, request.episode, request.user, request.prompt),
             prompt=Prompt(request.name, request.prompt, token_ids=request.prompt_ids),
             answer=Answer(request.prompt_ids, choice.token_ids),
@@ -156,7 +156,7 @@ def with_pairs(
 
 
 def _question(label: LabelledAnswer) -> object:
-    return label.rater_id, label.metric, label.answer.prompt_ids
+    return label.key_id, label.metric, label.answer.prompt_ids
 
 
 def _differ(first: LabelledAnswer, second: LabelledAnswer) -> bool:
