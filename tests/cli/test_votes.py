@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from tunesmith.apps.cli.main import main
-from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem
+from tunesmith.collect.store.inferences import Speaker
+from tunesmith.collect.store.records import (
+    CampaignSettings,
+    Candidate,
+    Choice,
+    Feedback,
+    Inference,
+    KeySettings,
+    NewItem,
+)
 from tunesmith.collect.store.votes import VoteStore
 
 pytestmark = pytest.mark.usefixtures("own_logging")
@@ -112,3 +121,27 @@ def test_versions_and_models_that_votes_compare_are_ranked(tmp_path: Path, capsy
     assert (board[0]["name"], board[0]["num_votes"]) == ("v1", 8)
     assert {one["name"] for one in board} == {"v0", "v1", "a run"}
     assert "against v0     v1: " in run(capsys, "votes", "stats", "--dir", tmp_path)[1]
+
+
+def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path):
+    with VoteStore.open(tmp_path / "votes.db") as store:
+        campaign = store.set_campaign(CampaignSettings())
+        key = store.add_rater("app", key=KeySettings(("generate", "feedback"))).rater.id
+        choices = tuple(Choice(text, (1,), (-1.0,), (-1.0,), "stop", 2, "v2") for text in ("Red.", "Blue."))
+        facts = {"rater_id": key, "model": "live", "prompt_ids": (1,), "options": {}}
+        store.record(Inference(name="chatcmpl-1", prompt="A colour?", choices=choices, **facts))
+        of_second = (("thumbs", False, 1), ("stars", 4.5, 1), ("comment", "dull", 1))
+        said = (("thumbs", True, 0), *of_second, ("thumbs", None, 0))  # the first is withdrawn
+        for metric, value, choice in said:
+            given = Feedback(metric=metric, value=value, inference="chatcmpl-1", choice=choice)
+            store.give_feedback(campaign.id, given, Speaker(key))
+    dest = tmp_path / "said.jsonl"
+    assert main(["votes", "export", str(dest), "--dir", str(tmp_path), "--kind", "feedback"]) == 0
+    rows = [json.loads(line) for line in dest.read_text().splitlines()]
+    assert [(row["completion"], row["metric"], row["value"]) for row in rows] == [
+        ("Blue.", "thumbs", False),
+        ("Blue.", "stars", 4.5),
+        ("Blue.", "comment", "dull"),
+    ]
+    assert rows[0]["label"] is False and "label" not in rows[1]
+    assert {row["prompt"] for row in rows} == {"A colour?"} and rows[0]["source"] == "v2"

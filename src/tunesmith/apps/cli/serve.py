@@ -206,8 +206,10 @@ def _say_vote(opened: "Opened", votes_path: Path, output: Output, *, has_api: bo
     output.say(f"votes    {votes_path}")
     if has_api:
         output.say(f"API      {opened.url}/v1")
-        shown = f"key      {opened.key}\n         it is not stored; keep it" if opened.key else "key      see --new-key"
-        output.say(shown)
+        if opened.key:
+            output.say(f"key      {opened.key}\n         it is not stored; keep it")
+        else:
+            output.say("key      as before; --new-key makes another")
     output.say("Ctrl-C ends the server; what is not answered yet stays for the next start.")
     api = {"api": f"{opened.url}/v1", "key": opened.key or None} if has_api else {}
     output.finish({**_addresses(opened, ""), "votes": votes_path, **api})

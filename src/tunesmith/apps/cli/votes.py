@@ -58,7 +58,7 @@ class ExportVotesOptions:
 
     dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.csv, NAME.parquet, or a new folder.", "DEST")]
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
-    kind: Annotated[Literal["votes", "rankings", "demonstrations"], flag("What to write.")] = "votes"
+    kind: Annotated[Literal["votes", "rankings", "demonstrations", "feedback"], flag("What to write.")] = "votes"
     format: Annotated[
         Literal["jsonl", "csv", "parquet", "datasets", "argilla", "openai-preference", "openai-chat", "label-studio"]
         | None,
@@ -120,6 +120,7 @@ def export(words: Sequence[str]) -> None:
     options = parse(ExportVotesOptions, words, "votes export")
     from tunesmith.collect.data.vote_files import (
         demonstration_columns,
+        feedback_columns,
         format_of,
         openai_chat,
         ranking_columns,
@@ -143,6 +144,8 @@ def export(words: Sequence[str]) -> None:
             edited = reader.corrections() if campaign_id is None else ()
             rows = itertools.chain(written, edited)
             num = write_rows(options.dest, itertools.starmap(openai_chat, rows), "jsonl")
+        elif options.kind == "feedback":
+            num = write_rows(options.dest, map(feedback_columns, reader.export_feedback()), form)
         elif options.kind == "demonstrations":
             num = write_rows(options.dest, map(demonstration_columns, reader.export_demonstrations(campaign_id)), form)
         else:

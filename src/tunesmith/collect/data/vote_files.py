@@ -19,7 +19,7 @@ from tunesmith.base.schema.records import Text, plain_text
 from tunesmith.collect.data.argilla import argilla_records, plain_content
 from tunesmith.collect.data.readers import library, messages_in
 from tunesmith.collect.store.content import as_answer
-from tunesmith.collect.store.records import ExportRow, StoredDemonstration, StoredRanking
+from tunesmith.collect.store.records import ExportRow, RatedAnswer, StoredDemonstration, StoredRanking
 
 VoteFormat = Literal[
     "jsonl", "csv", "parquet", "datasets", "argilla", "openai-preference", "openai-chat", "label-studio"
@@ -122,6 +122,23 @@ def demonstration_columns(demonstration: StoredDemonstration) -> dict[str, objec
         "prompt": plain_content(demonstration.prompt),
         "completion": plain_content(as_answer(demonstration.prompt, demonstration.text)),
         **_judged_by(demonstration),
+    }
+
+
+def feedback_columns(said: RatedAnswer) -> dict[str, object]:
+    """Feedback on an answer as columns; a thumb is also the `label` of TRL's unpaired preferences."""
+    label = {"label": said.value} if isinstance(said.value, bool) else {}
+    return {
+        "prompt": plain_content(said.prompt),
+        "completion": plain_content(as_answer(said.prompt, said.answer)),
+        **label,
+        "metric": said.metric,
+        "value": said.value,
+        "rater": said.rater,
+        "source": said.source_id,
+        "inference_id": said.inference,
+        "choice": said.choice,
+        "created_at": said.created_at,
     }
 
 

@@ -30,10 +30,19 @@ from tunesmith.collect.store.records import (
     GivenFeedback,
     Inference,
     NewItem,
+    RatedAnswer,
     StoredFeedback,
     Verdict,
 )
-from tunesmith.collect.store.tables import feedback, inference_choices, inferences, insert_rows, key_usage, new_id
+from tunesmith.collect.store.tables import (
+    feedback,
+    inference_choices,
+    inferences,
+    insert_rows,
+    key_usage,
+    new_id,
+    raters,
+)
 
 PREFERENCES: Mapping[str, Verdict] = {
     "better": "left",
@@ -336,17 +345,35 @@ def after(connection: Connection, cursor: int, limit: int) -> list[StoredFeedbac
     ]
 
 
-def demonstrated(connection: Connection, cursor: int, limit: int) -> list[tuple[int, Text, str]]:
-    """Id, prompt and text of at most `limit` demonstrations with an id above `cursor`; of each the latest revision."""
-    later = feedback.alias()
-    same = (getattr(later.c, name) == feedback.c[name] for name in ("inference_id", "choice", "rater_id", "metric"))
-    is_last = ~exists().where(*same, later.c.revision > feedback.c.revision)
-    columns = feedback.c.id, inferences.c.prompt_json, feedback.c.value_json
-    is_said = feedback.c.value_json.is_not(None)
-    wanted = feedback.c.metric == "demonstration", feedback.c.id > cursor, is_last, is_said
-    joined = feedback.join(inferences, inferences.c.id == feedback.c.inference_id)
-    query = select(*columns).select_from(joined).where(*wanted).order_by(feedback.c.id).limit(limit)
-    return [(row[0], row[1], row[2]) for row in connection.execute(query)]
+def effective(connection: Connection, cursor: int, limit: int) -> list[RatedAnswer]:
+    """At most `limit` feedback with an id above `cursor` on answers of which there is no later word, with the answers;
+    what was withdrawn is none, and a preference is a vote.
+    """
+    later, choices, table = feedback.alias(), inference_choices, feedback
+    same = (getattr(later.c, name) == table.c[name] for name in ("inference_id", "choice", "rater_id", "metric"))
+    is_last = ~exists().where(*same, later.c.revision > table.c.revision)
+    wanted = table.c.metric != "preference", table.c.id > cursor, is_last, table.c.value_json.is_not(None)
+    is_choice = (choices.c.inference_id == table.c.inference_id) & (choices.c.position == table.c.choice)
+    joined = table.join(inferences, inferences.c.id == table.c.inference_id).join(choices, is_choice)
+    joined = joined.join(raters, raters.c.id == table.c.rater_id)
+    answered = inferences.c.name.label("answered"), inferences.c.prompt_json, choices.c.text, choices.c.source_id
+    columns = (table, *answered, raters.c.name.label("rater"))
+    query = select(*columns).select_from(joined).where(*wanted).order_by(table.c.id).limit(limit)
+    return [
+        RatedAnswer(
+            id=row.id,
+            prompt=row.prompt_json,
+            answer=row.text,
+            metric=row.metric,
+            value=row.value_json,
+            rater=row.rater,
+            source_id=row.source_id,
+            inference=row.answered,
+            choice=row.choice,
+            created_at=row.created_at,
+        )
+        for row in connection.execute(query)
+    ]
 
 
 def _stored(row: Any, said: Feedback, *, is_repeat: bool = False) -> StoredFeedback:

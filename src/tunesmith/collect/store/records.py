@@ -354,6 +354,22 @@ class StoredFeedback(Feedback):
     is_repeat: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatedAnswer:
+    """What a rater said last of an answer, as `Feedback` has it; `source_id` names the model or version."""
+
+    id: int
+    prompt: Text
+    answer: str
+    metric: str
+    value: bool | float | str
+    rater: str
+    source_id: str
+    inference: str
+    choice: int
+    created_at: float
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """An admin's request to the trainer; `argument` of a `rollback` is the version to go back to."""

@@ -25,6 +25,7 @@ from tunesmith.collect.store.records import (
     PreferenceName,
     Presentation,
     Progress,
+    RatedAnswer,
     Rater,
     Stored,
     StoredDemonstration,
@@ -44,7 +45,7 @@ from tunesmith.collect.store.tables import (
     votes,
 )
 
-Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration)
+Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration, RatedAnswer)
 
 _PAGE = 500
 _PREFERENCES: dict[StoredVerdict, PreferenceName] = {
@@ -207,14 +208,14 @@ class VoteReader(ReadOnlyDatabase):
         """Effective written answers in the order of their ids."""
         return _pages(lambda cursor: self.demonstrations_after(cursor, _PAGE, campaign_id))
 
+    def export_feedback(self) -> Iterator[RatedAnswer]:
+        """Effective feedback on answers in the order of its ids; it belongs to no campaign."""
+        return _pages(lambda cursor: self.read(lambda c: inferences.effective(c, cursor, _PAGE), []))
+
     def corrections(self) -> Iterator[tuple[Text, str]]:
-        """The prompts and texts of demonstrations that feedback brought, of each the latest, in the order of their ids.
-        Feedback belongs to no campaign.
-        """
-        cursor = 0
-        while page := self.read(lambda c, after=cursor: inferences.demonstrated(c, after, _PAGE), []):
-            yield from ((prompt, text) for _, prompt, text in page)
-            cursor = page[-1][0]
+        """The prompts and texts of demonstrations that feedback brought."""
+        given = (one for one in self.export_feedback() if one.metric == "demonstration")
+        return ((one.prompt, str(one.value)) for one in given)
 
 
 def _pages(read: Callable[[int], Sequence[Record]]) -> Iterator[Record]:

@@ -146,14 +146,16 @@ class Guard:
         """The rater of the token or cookie. Raises HTTPException 401 or, after many failures, 429."""
         bearer, cookie = bearer_of(request), request.cookies.get(self._logins.sessions.cookie, "")
         if not bearer and not cookie:
-            raise HTTPException(401, "log in first: send `Authorization: Bearer TOKEN`", _LOG_IN)
+            what = "give a key of the API" if is_api(request.scope["path"]) else "log in first"
+            raise HTTPException(401, f"{what}: send `Authorization: Bearer TOKEN`", _LOG_IN)
         caller = await self._logins.identify(bearer, cookie)
         if caller is None:
             # Looked up first: a right token is let in even while somebody at the same address guesses.
             wait_s = self._logins.failures.take(address_of(request))
             if wait_s:
                 raise _too_many(wait_s)
-            raise HTTPException(401, "this login is unknown, has expired or was ended", _LOG_IN)
+            what = "key of the API" if is_api(request.scope["path"]) else "login"
+            raise HTTPException(401, f"this {what} is unknown, has expired or was ended", _LOG_IN)
         return caller
 
     def _not_found(self, path: str) -> HTTPException:

@@ -119,6 +119,12 @@ class ToolEpisode:
         named = {function.__name__: function for function in (*functions, *methods)}
         if len(named) < len(functions) + len(methods):
             raise InputError(f"two tools have the same name; the names are {', '.join(sorted(named))}: rename one")
+        is_environment = any(hasattr(environment, name) for name in ("reset", "get_reward"))
+        if not named and not is_environment:
+            raise InputError(
+                f"{type(environment).__name__} is no environment: it has neither tools (public methods) nor `reset`, "
+                "`get_reward` or `step`; write one of them"
+            )
         self._functions = named
         self.tools = [schema_of(function) for function in named.values()]
         self._kinds = {name: kinds_of(function) for name, function in named.items()}
