@@ -187,16 +187,20 @@ def training(model: str, threads: int, say: Say) -> Iterator[None]:
         nowhere = subprocess.DEVNULL
         process = subprocess.Popen(command, env=_environment(threads), stdout=nowhere, stderr=nowhere)
         try:
-            deadline_s = time.monotonic() + START_S
-            while not any(file.stat().st_size for file in Path(folder).glob("*/metrics.jsonl")):
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise RunError(f"`tunesmith {' '.join(words)}` makes no step")
-                time.sleep(0.5)
+            _await_step(process, Path(folder))
             say("a training runs beside")
             yield
         finally:
             process.kill()
             process.wait()
+
+
+def _await_step(process: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while not any(file.stat().st_size for file in folder.glob("*/metrics.jsonl")):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise RunError(f"the training in {folder} makes no step")
+        time.sleep(0.5)
 
 
 def _environment(threads: int) -> dict[str, str]:
