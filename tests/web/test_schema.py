@@ -1,10 +1,14 @@
 """Requests made up from the OpenAPI description: whatever comes, nothing answers 500."""
 
+import sys
+
 import pytest
 from hypothesis import HealthCheck, settings
 
 from app_parts import app_in
+from tunesmith.apps.workflows import model_worker
 from tunesmith.collect.store.records import Candidate, NewItem
+from tunesmith.collect.web import drawing
 from tunesmith.collect.web.access import API, is_api
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -12,7 +16,9 @@ schemathesis = pytest.importorskip("schemathesis")
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    with app_in(tmp_path_factory.mktemp("app")) as made:
+    with pytest.MonkeyPatch.context() as patch, app_in(tmp_path_factory.mktemp("app")) as made:
+        # Tests of the arena in the same process have put another one in its place.
+        patch.setattr(drawing, "command", lambda *, stays: [sys.executable, "-m", model_worker.__name__])
         campaign = made.app.state.services.campaign()
         made.store.add_items(campaign.id, [NewItem(f"p{i}", (Candidate("a"), Candidate("b"))) for i in range(50)])
         yield made
