@@ -110,3 +110,14 @@ def test_requests_and_replies_are_lines_of_json():
     main(io.StringIO(json.dumps(request(7, "The film was")) + "\n"), replies)
     lines = [json.loads(line) for line in replies.getvalue().splitlines()]
     assert {one["id"] for one in lines} == {7} and answer_of(lines) and lines[-1]["done"]
+
+
+def test_an_engine_that_fails_costs_its_requests_and_the_next_one_loads_the_model_again(worker, monkeypatch):
+    made, _ = worker
+    work(worker, request(0, "The film was"))
+    (key,) = [key for key in made.speakers if "tiny" in key]
+    monkeypatch.setattr(made.speakers[key].batch, "step", lambda: 1 / 0)
+    found = work(worker, request(0, "The film was"), request(1, "The cast was"))
+    assert [found[id][-1]["kind"] for id in (0, 1)] == ["engine", "engine"]
+    assert "ZeroDivisionError" in found[0][-1]["error"]
+    assert answer_of(work(worker, request(0, "The film was"))[0])

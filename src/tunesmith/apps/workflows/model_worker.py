@@ -200,7 +200,14 @@ class Worker:
         """Draw a step of every model that has requests, and send what was drawn."""
         stopped = [id for id in self._busy if id in self.stopped]
         for key in set(self._busy.values()):
-            self.speakers[key].batch.step()
+            try:
+                self.speakers[key].batch.step()
+            except Exception as error:  # noqa: BLE001 - requests of other models go on
+                _log.warning("the engine failed", exc_info=True)
+                del self.speakers[key]  # nobody knows its state; the next request loads the model again
+                for id in [id for id, model in self._busy.items() if model == key]:
+                    del self._busy[id]
+                    self._fail(id, f"the engine failed ({type(error).__name__}); the server's log says why", "engine")
         self._send()
         for id in stopped:  # which the engine knows now
             self._busy.pop(id, None)
@@ -286,8 +293,13 @@ def _message(
 ) -> Json:
     """The answer as a message, its calls of tools read."""
     ended = completion.token_ids[-1:] if completion.finish_reason == "stop" else ()
-    answer = parse_answer(tokenizer, prompt_ids, completion.token_ids, tools, stop_ids=ended)
-    return answer.message if answer.malformed is None else {"role": "assistant", "content": completion.text}
+    plain = {"role": "assistant", "content": completion.text}
+    try:
+        answer = parse_answer(tokenizer, prompt_ids, completion.token_ids, tools, stop_ids=ended)
+    except Exception:  # noqa: BLE001 - the schemas of the tools are the client's
+        _log.warning("an answer cannot be parsed for calls", exc_info=True)
+        return plain
+    return answer.message if answer.malformed is None else plain
 
 
 def _shown(tokenizer: PreTrainedTokenizerBase, score: TokenScore) -> Json:
