@@ -495,3 +495,11 @@ def test_an_argument_of_another_kind_is_named_to_the_model(given, message) -> No
     assert str(reply.messages[0]["content"]).startswith("Error: takes: the argument '")
     assert message in str(reply.messages[0]["content"])
     assert reply.num_failed == 1
+
+
+def test_an_object_without_anything_of_an_environment_is_refused() -> None:
+    class Nothing:
+        pass
+
+    with pytest.raises(InputError, match="Nothing is no environment"):
+        ToolEpisode(Nothing(), (), lambda result: result)

@@ -120,7 +120,7 @@ class ToolEpisode:
         if len(named) < len(functions) + len(methods):
             raise InputError(f"two tools have the same name; the names are {', '.join(sorted(named))}: rename one")
         is_environment = any(hasattr(environment, name) for name in ("reset", "get_reward"))
-        if not named and not is_environment:
+        if environment is not None and not named and not is_environment:
             raise InputError(
                 f"{type(environment).__name__} is no environment: it has neither tools (public methods) nor `reset`, "
                 "`get_reward` or `step`; write one of them"
