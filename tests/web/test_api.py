@@ -130,6 +130,8 @@ def test_texts_and_token_ids_are_continued(client, key):
     entries = choice["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
     assert all(entry["logprob"] <= 0 for entry in entries)
+    for streamed in ({**body, "stream": True}, {**body, "sampling_params": {"stream": True}}):
+        assert key.send("POST", "/inference/v1/generate", streamed).status == 400
 
 
 @pytest.mark.parametrize(

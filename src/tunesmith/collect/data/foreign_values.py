@@ -1,4 +1,4 @@
-"""What readers of foreign formats share: the table's entry, the answers that other rows need, and checked values."""
+"""Shared parts of the readers of foreign formats: the table's entry, answers that other rows need, checked values."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ class Found:
         self._kept.execute("REPLACE INTO kept VALUES (?, ?)", (id_, json.dumps(facts)))
 
     def get(self, id_: str) -> Facts | None:
-        """What was kept under an id."""
+        """The facts that were kept under an id."""
         row = self._kept.execute("SELECT facts FROM kept WHERE id = ?", (id_,)).fetchone()
         return None if row is None else json.loads(row[0])
 

@@ -71,7 +71,7 @@ _SHORT = 60
 
 @dataclass(slots=True)
 class Understood:
-    """What a file holds: rows, those that were left out as bad, pairs, labels (thumbs, numbers, comments),
+    """Contents of a file: rows, those that were left out as bad, pairs, labels (thumbs, numbers, comments),
     demonstrations, and prompts, which are counted up to 100,000. `first` is its first row in short, `bad` lists the
     first bad rows.
     """
@@ -136,7 +136,7 @@ class VoteFiles:
         self.num_given = sum(map(_num_given, self.understood))
 
     def rows(self) -> Iterator[Given]:
-        """What the files hold, in their order, without the bad rows."""
+        """The records of the files, in their order, without the bad rows."""
         for source, form in self._formats:
             for where, read in _rows(source):
                 with suppress(RowError):
@@ -199,7 +199,7 @@ class VoteFiles:
             )
 
     def _given(self, form: Format, source: str, where: str, read: Callable[[], Facts]) -> list[Given]:
-        """What a row brings. Raises RowError."""
+        """The records of a row. Raises RowError."""
         row, found = Row(where, read()), self._found[self._key(source, form)]
         if self.labels == "votes":
             given = list(form.read(row, found))

@@ -104,12 +104,6 @@ def tokens_of_day(connection: Connection, now: float) -> dict[int, int]:
     return {row.rater_id: row.num_tokens for row in connection.execute(query)}
 
 
-def load(connection: Connection, name: str) -> Inference | None:
-    """The request of this name; None if there is none."""
-    row = connection.execute(select(inferences).where(inferences.c.name == name)).first()
-    return None if row is None else _whole(connection, [row])[0]
-
-
 def load_all(connection: Connection, names: Iterable[str]) -> list[Inference]:
     """The requests of these names that there are."""
     found: list[Inference] = []
@@ -170,9 +164,9 @@ class Speaker:
     key_id: int
     user: str | None = None
 
-    def may_see(self, row: Any) -> bool:
-        """True if the request of this row was theirs."""
-        return row.rater_id == self.key_id and self.user in (None, row.user)
+    def may_see(self, key_id: int, user: str) -> bool:
+        """True if what belongs to this user of this key is theirs."""
+        return key_id == self.key_id and self.user in (None, user)
 
 
 def give(
@@ -498,7 +492,7 @@ class _About:
 def _theirs(connection: Connection, name: str, speaker: Speaker) -> tuple[Inference, int]:
     """The request of this name, and its id in the store. Raises UnknownPresentationError if the speaker has none."""
     row = connection.execute(select(inferences).where(inferences.c.name == name)).first()
-    if row is None or not speaker.may_see(row):
+    if row is None or not speaker.may_see(row.rater_id, row.user):
         raise UnknownPresentationError(f"there is no answer {name!r} of this key")
     return _whole(connection, [row])[0], int(row.id)
 

@@ -75,7 +75,7 @@ class Campaign:
 
 @dataclass(frozen=True, slots=True)
 class KeySettings:
-    """What a key of the API may do, and its limits; None for none. A day is one of UTC."""
+    """Permissions of a key of the API, and its limits; None for none. A day is one of UTC."""
 
     scopes: tuple[Scope, ...]
     requests_per_minute: int | None = None
@@ -356,7 +356,7 @@ class StoredFeedback(Feedback):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatedAnswer:
-    """What a rater said last of an answer, as `Feedback` has it; `source_id` names the model or version."""
+    """A rater's last word on an answer, as `Feedback` has it; `source_id` names the model or version."""
 
     id: int
     prompt: Text
@@ -498,7 +498,7 @@ class GivenVote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenFeedback:
-    """What was said elsewhere of an answer that was given elsewhere. `metric` and `value` are as in `Feedback`.
+    """Feedback from another tool on an answer that was given there. `metric` and `value` are as in `Feedback`.
 
     `application` gave the answer and is who asked, `answer_id` is its own id of it, and `rater` who said what. `id`
     tells this feedback from others of the application: an import of the same id adds nothing.

@@ -132,7 +132,7 @@ class VoteReader(ReadOnlyDatabase):
 
     def inference(self, name: str) -> Inference | None:
         """The request of the API whose client got this id, with its answers; None if there is none."""
-        return self.read(lambda c: inferences.load(c, name), None)
+        return self.inferences([name]).get(name)
 
     def tokens_of_day(self, now: float | None = None) -> dict[int, int]:
         """Tokens that each key has used on this day (UTC), by its id."""

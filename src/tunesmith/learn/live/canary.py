@@ -42,7 +42,7 @@ def trial_of(labels: Iterable[LabelledAnswer], tried: int, served: int, begun_at
 
 
 def decide(trial: Trial, section: LiveCanarySection, now: float) -> tuple[Verdict, str]:
-    """What is to become of the tried version at `now`, and why, with the figures.
+    """The decision on the tried version at `now`, and its reason, with the figures.
 
     It is taken back once the hypothesis that it is not worse is rejected, and served once the one that it is worse by
     `margin` or more is. A probability of at most `p_value` of either error holds for the whole trial. Without feedback

@@ -53,7 +53,7 @@ JudgedT = TypeVar("JudgedT")
 
 @dataclass(slots=True)
 class Remembered(Generic[JudgedT]):
-    """What is learnt from, by id: `fresh`, and `learnt` before, of which the oldest are dropped first."""
+    """Records that are learnt from, by id: `fresh`, and `learnt` before, of which the oldest are dropped first."""
 
     fresh: dict[int, JudgedT] = field(default_factory=dict[int, JudgedT], kw_only=True)
     learnt: dict[int, JudgedT] = field(default_factory=dict[int, JudgedT], kw_only=True)

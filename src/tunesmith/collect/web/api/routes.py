@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.base.core.errors import StoreError
+from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.inferences import Speaker, conversation_of
 from tunesmith.collect.store.records import Feedback, KeyUser, Rater
 from tunesmith.collect.web.access import Rule
@@ -50,9 +51,8 @@ T = TypeVar("T")
 
 
 class GenerateSampling(Sampled):
-    """`sampling_params` of vLLM's token route; all but its own fields as in OpenAI's."""
+    """`sampling_params` of vLLM's token route: OpenAI's fields, and `logprobs`, which are given in any case."""
 
-    stop: str | list[str] | None = None
     logprobs: Annotated[int, Field(ge=0, le=openai.MOST_TOP)] | None = None
 
 
@@ -138,7 +138,7 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
     async def chat(request: HttpRequest, body: ChatRequest, caller: Caller, services: ServicesOf) -> Response:
         """Answer a conversation, whole or as a stream."""
         said = tuple(message.as_message() for message in body.messages)
-        conversation = conversation_of(caller.id, body.episode_id or "", keys.user_for(caller, body.user), said)
+        conversation = _conversation(caller, body, said)
         speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model, conversation)]
         if body.compare and (body.n or 1) > 1:
             raise RefusedError(400, "compare gives two answers; leave n out", param="n")
@@ -152,7 +152,7 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
     async def complete(request: HttpRequest, body: TextRequest, caller: Caller, services: ServicesOf) -> Response:
         """Continue texts or token ids, whole or as a stream."""
         prompts = body.prompts()
-        speaker = endpoint.model(body.model, _of_text(caller, body, prompts[0]))
+        speaker = endpoint.model(body.model, _conversation(caller, body, json.dumps(prompts[0])))
         asked = [{"model": speaker.model, **body.asked(speaker.sampling), **prompt} for prompt in prompts]
         answering = Answering(endpoint, metrics, services, caller, body, [speaker] * len(prompts), asked)
         return await _answered(request, answering, TextForm(answering))
@@ -160,21 +160,20 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
     @routes.post(GENERATE)
     async def generate(request: HttpRequest, body: GenerateRequest, caller: Caller, services: ServicesOf) -> Response:
         """Continue token ids: ids, log-probs and the reason of the end, as vLLM's token server has it."""
-        if body.stream:
+        if body.stream or body.sampling_params.stream:
             raise RefusedError(400, "this route does not stream; leave stream out", param="stream")
         sampled = body.sampling_params
-        speaker = endpoint.model(body.model, _of_text(caller, sampled, body.token_ids))
+        speaker = endpoint.model(body.model, _conversation(caller, sampled, json.dumps(body.token_ids)))
         one = {"model": speaker.model, **sampled.asked(speaker.sampling), "token_ids": body.token_ids}
         answering = Answering(endpoint, metrics, services, caller, sampled, [speaker], [one], model=body.model)
-        return await _answered(request, answering, TokenForm(answering))
+        return await _whole(request, answering, TokenForm(answering))
 
     return routes
 
 
-def _of_text(caller: Rater, body: Sampled, prompt: object) -> str:
-    """The name of the conversation of a request to continue a text."""
-    user = keys.user_for(caller, body.user)
-    return conversation_of(caller.id, body.episode_id or "", user, json.dumps(prompt))
+def _conversation(caller: Rater, body: Sampled, prompt: Text) -> str:
+    """The name of the conversation that a request belongs to."""
+    return conversation_of(caller.id, body.episode_id or "", keys.user_for(caller, body.user), prompt)
 
 
 def _feedback(metrics: Metrics) -> APIRouter:
@@ -211,7 +210,7 @@ def _feedback(metrics: Metrics) -> APIRouter:
                 "created_at": one.created_at,
             }
             for one in found
-            if one.key_id == speaker.key_id and speaker.user in (None, one.user)
+            if speaker.may_see(one.key_id, one.user)
         ]
         return {"data": shown, "after": found[-1].id if found else after, "has_more": len(found) == limit}
 
@@ -444,26 +443,24 @@ class TokenForm:
         ]
         return {"request_id": self._id, "prompt_token_ids": collected.prompts[0]["prompt_ids"], "choices": choices}
 
-    def events(self, replies: AsyncGenerator[tuple[int, Json]]) -> AsyncGenerator[Json]:
-        """Not asked for: the route does not stream."""
-        raise NotImplementedError
+
+async def _whole(request: HttpRequest, answering: Answering, form: ChatForm | TextForm | TokenForm) -> Response:
+    """The response, once everything is drawn, which ends when the client goes."""
+
+    async def whole() -> Json:
+        async with aclosing(answering.replies()) as replies:
+            async for _ in replies:
+                pass
+        return await form.whole()
+
+    return JSONResponse(await _while_connected(request, whole))
 
 
-Form = ChatForm | TextForm | TokenForm
-
-
-async def _answered(request: HttpRequest, answering: Answering, form: Form) -> Response:
+async def _answered(request: HttpRequest, answering: Answering, form: ChatForm | TextForm) -> Response:
     """The response, whole or as a stream. Whatever is drawn ends when the client goes."""
-    replies = answering.replies()
     if not answering.body.stream:
-
-        async def whole() -> Json:
-            async with aclosing(replies):
-                async for _ in replies:
-                    pass
-            return await form.whole()
-
-        return JSONResponse(await _while_connected(request, whole))
+        return await _whole(request, answering, form)
+    replies = answering.replies()
     await anext(replies)  # what cannot be answered is refused by a status, and not in a stream
 
     async def texts() -> AsyncGenerator[str]:
