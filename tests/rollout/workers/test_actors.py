@@ -65,14 +65,33 @@ def node(options: str) -> Iterator[psutil.Process]:
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A Ray cluster of one machine with four CPUs, whatever it has."""
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
-        ports = f"--port {port} --ray-client-server-port {free_port()}"
-        quiet = "--disable-usage-stats --include-dashboard false"
-        with node(f"--head --num-cpus 4 {ports} {quiet} --temp-dir {folder}"):
-            yield f"{ray.util.get_node_ip_address()}:{port}"
-            ray.shutdown()
+        # Beside other tests an actor of low priority gets no processor, and a service may be silent for long. A driver
+        # that has waited too long for a service ends its process, which here is that of the tests.
+        patch.setenv("RAY_worker_niceness", "0")
+        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
+        for attempt in range(3):
+            with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+                port = free_port()
+                ports = f"--port {port} --ray-client-server-port {free_port()}"
+                quiet = "--disable-usage-stats --include-dashboard false"
+                with node(f"--head --num-cpus 4 {ports} {quiet} --temp-dir {folder}"):
+                    found = f"{ray.util.get_node_ip_address()}:{port}"
+                    if attempt == 2 or can_connect(found):
+                        yield found
+                        ray.shutdown()
+                        return
+
+
+def can_connect(address: str) -> bool:
+    """True if a driver can use the cluster at `address`.
+
+    It runs in a process of its own: when another program took a port that a service of the cluster had chosen, Ray ends
+    the driver's process without an exception.
+    """
+    lines = ["import ray", f"ray.init({address!r}, log_to_driver=False)", "ray.get(ray.remote(int).remote())"]
+    return subprocess.run([sys.executable, "-c", "; ".join(lines)]).returncode == 0
 
 
 def free_port() -> int:
