@@ -22,6 +22,7 @@ from tunesmith.base.core.errors import InputError
 from tunesmith.collect.data.demonstrations import DemonstrationLike
 from tunesmith.collect.data.prompts import PromptLike
 from tunesmith.collect.data.tables import as_rows
+from tunesmith.learn.environments.contract import EnvironmentFactory
 from tunesmith.learn.rewards.sources import RewardLike, reward_list
 from tunesmith.learn.trainers import resume as _resume
 from tunesmith.learn.trainers.api import Inputs, Listener
@@ -42,7 +43,7 @@ def ppo(
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
     tools: Sequence[Tool] | None = None,
-    environment_factory: Callable[[], object] | None = None,
+    environment_factory: EnvironmentFactory | None = None,
     demonstrations: str | Path | Iterable[DemonstrationLike] | None = None,
     recipe: str | None = None,
     config: str | None = None,
@@ -56,12 +57,13 @@ def ppo(
     table: a DataFrame of pandas or polars, a Dataset, or a mapping of columns.
     `reward` is one or several of: a Python function that is called as TRL calls it, `./file.py:name`, a built-in, a
     reward model's name or folder. `tools` are functions that the model may call, and `environment_factory` makes an
-    environment that it talks to, both in TRL's form (docs/environments.md); what the environment gives is a reward
-    beside the others. `recipe` names a shipped recipe, `config` a YAML file. Every key of the recipe can
-    be overridden, whole sections as a dict (`rollout={"max_new_tokens": 16}`) or one key by its path
-    (`**{"rollout.max_new_tokens": 16}`). `callbacks=[...]` are callbacks of transformers' Trainer (docs/trl.md). With
-    `run_id="..."` a run that has this id and a checkpoint is resumed in place of starting one. `demonstrations`, as of
-    `sft`, are learnt beside the rewards with the weight `ptx.coef`.
+    environment that it talks to, or is a dictionary of such by the rows' `environment`, both in TRL's form
+    (docs/environments.md); what the environment gives is a reward beside the others. `recipe` names a shipped recipe,
+    `config` a YAML file. Every key of the recipe can be overridden, whole sections as a dict
+    (`rollout={"max_new_tokens": 16}`) or one key by its path (`**{"rollout.max_new_tokens": 16}`).
+    `callbacks=[...]` are callbacks of transformers' Trainer (docs/trl.md). With `run_id="..."` a run that has this
+    id and a checkpoint is resumed in place of starting one. `demonstrations`, as of `sft`, are learnt beside the
+    rewards with the weight `ptx.coef`.
     Raises `tunesmith.base.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
     inputs = _PolicyInputs(prompts, reward, tools, environment_factory, demonstrations)
@@ -75,7 +77,7 @@ def grpo(
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
     tools: Sequence[Tool] | None = None,
-    environment_factory: Callable[[], object] | None = None,
+    environment_factory: EnvironmentFactory | None = None,
     demonstrations: str | Path | Iterable[DemonstrationLike] | None = None,
     recipe: str | None = None,
     config: str | None = None,
@@ -95,7 +97,7 @@ def best_of_n(
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
     tools: Sequence[Tool] | None = None,
-    environment_factory: Callable[[], object] | None = None,
+    environment_factory: EnvironmentFactory | None = None,
     recipe: str | None = None,
     config: str | None = None,
     steps: int | None = None,
@@ -114,7 +116,7 @@ def online_dpo(
     prompts: Prompts | None = None,
     reward: Rewards | None = None,
     tools: Sequence[Tool] | None = None,
-    environment_factory: Callable[[], object] | None = None,
+    environment_factory: EnvironmentFactory | None = None,
     recipe: str | None = None,
     config: str | None = None,
     steps: int | None = None,
@@ -222,7 +224,7 @@ def resume(
     prompts: Iterable[PromptLike] | None = None,
     reward: Rewards | None = None,
     tools: Sequence[Tool] | None = None,
-    environment_factory: Callable[[], object] | None = None,
+    environment_factory: EnvironmentFactory | None = None,
     pairs: Iterable[Mapping[str, object]] | None = None,
     demonstrations: Iterable[DemonstrationLike] | None = None,
     steps: int | None = None,
@@ -258,7 +260,7 @@ class _PolicyInputs:
     prompts: Prompts | None
     reward: Rewards | None
     tools: Sequence[Tool] | None
-    environment_factory: Callable[[], object] | None
+    environment_factory: EnvironmentFactory | None
     demonstrations: str | Path | Iterable[DemonstrationLike] | None = None
 
 

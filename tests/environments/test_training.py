@@ -24,6 +24,8 @@ from tunesmith.learn.trainers.grpo import turn_states
 from tunesmith.observe.reports.text import answer_text
 from tunesmith.train import RunResult
 
+A = [{"prompt": "a", "environment": "a"}]
+
 
 class TalksSlowly(Talks):
     delays = random.Random(0)
@@ -251,6 +253,74 @@ def test_every_episode_is_closed_however_the_run_ends(ends, tmp_path) -> None:
     assert [one.num_closed for one in made] == [1] * len(made)
 
 
+class Shop:
+    """An environment in TRL's form, which counts its instances."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def reset(self, prompt: object, **row: object) -> str:
+        assert "environment" not in row
+        return " apples"
+
+    def get_reward(self) -> float:
+        return 5.0
+
+
+class LongShop(Shop):
+    """An environment whose tool fills the context of a tiny model."""
+
+    def buy(self, number: int) -> str:
+        """Buy apples.
+
+        Args:
+            number: How many.
+        """
+        return "bought"
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_each_row_has_the_environment_that_it_names(processes, tmp_path) -> None:
+    rows = [{"prompt": "a", "environment": "shop"}, {"prompt": "b", "environment": "talk"}]
+    given: dict[str, Any] = {"environment_factory": {"shop": Shop, "talk": Talks}, "prompts": rows}
+    Shop.made = 0
+    options: dict[str, Any] = {"environment": {"max_turns": 3, "max_reply_tokens": 16, "processes": processes}}
+    result = run("grpo", tmp_path, steps=1, **given, **options, **{"rollout.prompts_per_step": 2})
+    assert processes or Shop.made == 9, "eight trajectories, and the one with which all are tried"
+    samples = [json.loads(line) for line in (result.run_dir / "samples.jsonl").read_text().splitlines()]
+    of_shop = [row for row in samples if "apples" in row["prompt"]]
+    assert of_shop and all(row["reward"] == 5.0 for row in of_shop)
+    assert len(of_shop) < len(samples) and all(row["reward"] < 5.0 for row in samples if row not in of_shop)
+    with pytest.raises(RunError, match="environment talk"):
+        changed = {"shop": Shop, "talk": TalksSlowly}
+        train.resume(result.run_dir, prompts=rows, environment_factory=changed, steps=2, progress=False)
+
+
+def test_trajectories_without_room_for_a_turn_are_left_out(tmp_path) -> None:
+    rows = [{"prompt": "a", "environment": "shop"}, {"prompt": "b", "environment": "talk"}]
+    given: dict[str, Any] = {"environment_factory": {"shop": LongShop, "talk": Talks}, "prompts": rows}
+    result = run("grpo", tmp_path, steps=1, **given, **{"rollout.prompts_per_step": 2})
+    samples = [json.loads(line) for line in (result.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {row["stop_reason"] for row in samples if "apples" in row["prompt"]} == {"context_full"}
+    assert all(bool(row["tokens"]["parts"]) == ("apples" not in row["prompt"]) for row in samples)
+    with pytest.raises(RunError, match="environment talk"):
+        changed = {"shop": Shop, "talk": TalksSlowly}
+        train.resume(result.run_dir, prompts=rows, environment_factory=changed, steps=2, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [({"environment": "shap"}, "has `environment` 'shap'; name one of shop, talk"), ({}, "has no `environment`")],
+)
+def test_a_row_that_names_no_environment_is_refused_before_anything_is_drawn(row, message, tmp_path) -> None:
+    rows = [{"prompt": "a", "environment": "shop"}, {"prompt": "b", **row}]
+    with pytest.raises(InputError, match=message):
+        run("grpo", tmp_path, environment_factory={"shop": Shop, "talk": Talks}, prompts=rows)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_wrong_with_an_environment_is_said_before_a_run_folder_is_made(tmp_path) -> None:
     class NoHints:
         def reset(self, **row: object) -> None:
@@ -263,6 +333,9 @@ def test_what_is_wrong_with_an_environment_is_said_before_a_run_folder_is_made(t
         ({"environment_factory": NoHints}, "tool `look` has no schema"),
         ({"environment_factory": Talks, "environment": {"source": "./x.py:Env"}}, "give one of them"),
         ({"environment_factory": Talks()}, "give a class, or a function that makes one"),
+        ({"environment_factory": {"a": Talks, "b": Talks()}}, r"environment_factory\['b'\] is of type Talks"),
+        ({"environment_factory": {}}, "environment_factory is empty"),
+        ({"environment_factory": {"a": Talks, "b": NoHints}, "prompts": A}, "tool `look` has no schema"),
         ({"tools": ["calculater"], "environment_factory": None}, "is none of calculator, search, python"),
         ({"environment": "textrena:Wordle-v0", "environment_factory": None}, "did you mean `textarena:Wordle-v0`"),
     ):

@@ -32,6 +32,10 @@ _IN_JSON = {"True": "true", "False": "false", "None": "null"}
 
 _AS_MEANT = ConfigDict(coerce_numbers_to_str=True)
 
+EnvironmentFactory = Callable[[], object] | Mapping[str, Callable[[], object]]
+"""Makes an environment; or, for environments of several kinds, makes that which a row names in its column
+`environment`."""
+
 GYM_METHODS = ("step", "seed")
 """Methods that an environment of another form may have beside its tools, for which nobody writes a docstring."""
 

@@ -12,9 +12,10 @@ To these the model's whole answer is the action, and what they say comes back as
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from tunesmith.base.core.errors import InputError
 from tunesmith.learn.environments.calls import Calls
-from tunesmith.learn.environments.contract import Await, Episode, Message, Reply, ToolEpisode
+from tunesmith.learn.environments.contract import Await, Episode, Message, Reply, Said, ToolEpisode
 from tunesmith.learn.environments.openenv import is_openenv, openenv_episode
 from tunesmith.learn.environments.text import TextEpisode, seed_of, text_from, user
 
@@ -60,6 +61,88 @@ def episode_of(made: object, functions: Functions, calls: Calls) -> Episode:
     if hasattr(made, "get_observation"):
         return TextArenaEpisode(made, functions, calls.wait)
     return GymEpisode(made, functions, calls.wait)
+
+
+def opened(factory: Callable[[], object] | None, functions: Functions, calls: Calls) -> Episode:
+    """The episode of what `factory` makes, which is closed if it cannot take part in one.
+
+    Raises:
+        InputError: see `episode_of`, and what the factory raises.
+    """
+    made = None if factory is None else calls.wait(factory())
+    try:
+        return episode_of(made, functions, calls)
+    except InputError:
+        if hasattr(made, "close"):
+            calls.wait(made.close())  # type: ignore[union-attr]
+        raise
+
+
+ENVIRONMENT = "environment"
+"""The column that names a row's environment, where there are several."""
+
+
+def name_in(row: Mapping[str, object], names: Collection[str]) -> str:
+    """The one of `names` that `row` names. Raises InputError if it names none."""
+    name = row.get(ENVIRONMENT)
+    if isinstance(name, str) and name in names:
+        return name
+    given = f"has no `{ENVIRONMENT}`" if name is None else f"has `{ENVIRONMENT}` {name!r}"
+    raise InputError(f"a row of the prompts {given}; name one of {', '.join(names)} in each row")
+
+
+@dataclass(frozen=True, slots=True)
+class ByName:
+    """Makes episodes of several environments, of which each row names one: TRL's dictionary of factories."""
+
+    factories: Mapping[str, Callable[[], object]]
+
+    def episode(self, functions: Functions, calls: Calls) -> Episode:
+        """See `EpisodeMaker`."""
+        return NamedEpisode(self.factories, functions, calls)
+
+
+class NamedEpisode:
+    """An episode of the environment that a row names. Each is made once, and begins anew with each of its rows."""
+
+    def __init__(self, factories: Mapping[str, Callable[[], object]], functions: Functions, calls: Calls) -> None:
+        self._open = {name: partial(opened, factory, functions, calls) for name, factory in factories.items()}
+        self._made: dict[str, Episode] = {}
+        self._current: Episode | None = None
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """See `Episode.tools`: those of the row's environment; before the first row those of all, which are made."""
+        episodes = [self._episode(name) for name in self._open] if self._current is None else [self._current]
+        return [tool for episode in episodes for tool in episode.tools]
+
+    def reset(self, row: Mapping[str, object]) -> str | Sequence[Message] | None:
+        """See `Episode.reset`. Raises InputError for a row that names no environment."""
+        name = name_in(row, self._open)
+        self._current = self._episode(name)
+        return self._current.reset({column: value for column, value in row.items() if column != ENVIRONMENT})
+
+    def step(self, said: Said) -> Reply:
+        """See `Episode.step`."""
+        return self._of_row().step(said)
+
+    def reward(self) -> float | None:
+        """See `Episode.reward`."""
+        return self._of_row().reward()
+
+    def _episode(self, name: str) -> Episode:
+        if name not in self._made:
+            self._made[name] = self._open[name]()
+        return self._made[name]
+
+    def _of_row(self) -> Episode:
+        assert self._current is not None, "`reset` comes first"
+        return self._current
+
+    def close(self) -> None:
+        """See `Episode.close`."""
+        for made in self._made.values():
+            made.close()
 
 
 _SEEDING = threading.Lock()

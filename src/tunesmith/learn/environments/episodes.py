@@ -391,8 +391,14 @@ class Conversations:
         Raises:
             InputError: the environment cannot be made, or a tool of it has no schema.
         """
+
+        def whole(calls: Calls) -> Episode:
+            episode = self._open(calls)
+            list(episode.tools)  # of several environments, those of all
+            return episode
+
         try:
-            self._idle.append(self._take())
+            self._idle.append(hosted(whole, self._shared, self._is_wanted))
         except BaseException:
             self.close()
             raise

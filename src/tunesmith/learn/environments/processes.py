@@ -20,7 +20,7 @@ from tunesmith.base.core.errors import EnvironmentFailedError, InputError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.schema.records import Message
 from tunesmith.learn.environments.calls import Calls, TimeLimitError
-from tunesmith.learn.environments.contract import Episode, Reply, Said
+from tunesmith.learn.environments.contract import EnvironmentFactory, Episode, Reply, Said
 
 _log = get_logger(__name__)
 
@@ -44,7 +44,7 @@ class Setup:
 
     section: EnvironmentSection
     tools: tuple[Callable[..., Any] | str, ...] = ()
-    environment_factory: Callable[[], object] | None = None
+    environment_factory: EnvironmentFactory | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """The episodes that a recipe's `environment` names, or that are given from Python."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tunesmith.base.config.sections import BUILTIN_TOOLS, EnvironmentSection
 from tunesmith.base.core.errors import InputError
-from tunesmith.learn.environments.calls import Calls, Open
-from tunesmith.learn.environments.contract import Episode
-from tunesmith.learn.environments.dialects import episode_of
+from tunesmith.learn.environments.calls import Open
+from tunesmith.learn.environments.contract import EnvironmentFactory
+from tunesmith.learn.environments.dialects import ByName, opened
 from tunesmith.learn.environments.packages import as_factory, source_factory
 from tunesmith.learn.environments.processes import Processes, Setup
 from tunesmith.learn.environments.tools.calculator import calculator
@@ -22,7 +23,7 @@ def opener(
     section: EnvironmentSection,
     *,
     tools: Sequence[Tool | str] = (),
-    environment_factory: Callable[[], object] | None = None,
+    environment_factory: EnvironmentFactory | None = None,
 ) -> Open | None:
     """Makes episodes of the recipe's `section`, or of what is given in its place, in processes if it wants them; None
     if there is neither.
@@ -38,10 +39,7 @@ def opener(
             raise InputError(
                 f"environment.source is {section.source}, and an environment_factory is given; give one of them"
             )
-        if not callable(environment_factory):
-            kind = type(environment_factory).__name__
-            raise InputError(f"environment_factory is of type {kind}; give a class, or a function that makes one")
-        factory = as_factory(environment_factory, section.arguments)
+        factory = _given_factory(environment_factory, section.arguments)
     elif section.source is not None:
         factory = source_factory(section.source, section.arguments)
     elif section.arguments:
@@ -50,17 +48,25 @@ def opener(
         return None
     if section.processes:
         return Processes(Setup(section, tuple(tools), environment_factory))
+    return partial(opened, factory, functions)
 
-    def open_episode(calls: Calls) -> Episode:
-        made = None if factory is None else calls.wait(factory())
-        try:
-            return episode_of(made, functions, calls)
-        except InputError:
-            if hasattr(made, "close"):
-                calls.wait(made.close())  # type: ignore[union-attr]
-            raise
 
-    return open_episode
+def _given_factory(given: EnvironmentFactory, arguments: Mapping[str, Any]) -> Callable[[], object]:
+    """Makes what is given from Python in place of a source. Raises InputError for what can make nothing."""
+    named = given if isinstance(given, Mapping) else {"": given}
+    for name, one in named.items():
+        if not callable(one):
+            of_name = f"[{name!r}]" if name else ""
+            raise InputError(
+                f"environment_factory{of_name} is of type {type(one).__name__}; give a class, or a function that makes "
+                "one"
+            )
+    if not isinstance(given, Mapping):
+        return as_factory(given, arguments)
+    if not given:
+        raise InputError("environment_factory is empty; give a factory for each name in the prompts' `environment`")
+    by_name = ByName({name: as_factory(one, arguments) for name, one in given.items()})
+    return lambda: by_name
 
 
 def tool_of(source: Tool | str, section: EnvironmentSection) -> Tool:

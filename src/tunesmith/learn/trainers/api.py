@@ -20,6 +20,7 @@ from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.models.optimizer import MasterAdamW, StepReport
 from tunesmith.learn.algorithms.kl import Controller
+from tunesmith.learn.environments.contract import EnvironmentFactory
 from tunesmith.learn.rewards.sources import RewardLike
 from tunesmith.learn.trainers import setup
 
@@ -159,7 +160,7 @@ class Inputs:
     pairs: Sequence[JudgementLike] | None = None
     demonstrations: Sequence[DemonstrationLike] | None = None
     tools: Sequence[Callable[..., Any]] | None = None
-    environment_factory: Callable[[], object] | None = None
+    environment_factory: EnvironmentFactory | None = None
     heldout_pairs: Sequence[JudgementLike] | None = None
     heldout_demonstrations: Sequence[DemonstrationLike] | None = None
 

@@ -328,8 +328,9 @@ def _parts(
     """The parts of one sequence of a trajectory, whose turns are counted from `number`."""
     parts: list[dict[str, object]] = []
     turns = sample.trajectory_turns
-    ends = (*(turn.start for turn in turns[1:]), len(sample.token_ids))
-    for place, (turn, end) in enumerate(zip(turns, ends, strict=True)):
+    starts = (*(turn.start for turn in turns), len(sample.token_ids))
+    for place, turn in enumerate(turns):
+        end = starts[place + 1]
         drawn, replied = sample.token_ids[turn.start : turn.stop], sample.token_ids[turn.stop : end]
         part: dict[str, object] = {"turn": number + place, "pieces": [*map(piece_of, drawn)]}
         part["logps"] = [round(logp, 3) for logp in sample.raw_logps[turn.start : turn.stop]]

@@ -4,7 +4,7 @@ Shape legend: B sequences, T completion tokens.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,6 +38,7 @@ from tunesmith.engine.rollout.engine import Engine, OnGroup
 from tunesmith.engine.rollout.factory import engine_for
 from tunesmith.engine.rollout.workers.ahead import Ahead, Arguments
 from tunesmith.learn.algorithms import kl
+from tunesmith.learn.environments.dialects import name_in
 from tunesmith.learn.environments.episodes import Conversations
 from tunesmith.learn.environments.packages import KINDS, rows_of
 from tunesmith.learn.environments.sources import opener
@@ -267,7 +268,11 @@ class PolicyTask:
         section = self.cfg.environment
         factory, tools = inputs.environment_factory, inputs.tools or ()
         open_episode = opener(section, tools=tools, environment_factory=factory)
-        given = {"environment": factory, **{f"tool {number}": tool for number, tool in enumerate(tools)}}
+        if isinstance(factory, Mapping):
+            for prompt in (*self.data.train, *self.data.heldout):
+                name_in(prompt.columns, factory)
+        named = {f"environment {name}": one for name, one in factory.items()} if isinstance(factory, Mapping) else {}
+        given = {**(named or {"environment": factory}), **{f"tool {number}": tool for number, tool in enumerate(tools)}}
         self._given = {name: identity_of(one) for name, one in given.items() if one is not None}
         if open_episode is None:
             return None
