@@ -68,6 +68,18 @@ def test_a_dry_run_says_everything_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_with_tools_shows_what_the_first_turn_reads(tmp_path: Path, capsys: Capture) -> None:
+    words = ["train", "grpo", "--model", "tiny:llama", "--run.dir", str(tmp_path), "--rollout.max-new-tokens", "8"]
+    words += ["--tools", "calculator", "--dry-run"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "prompt, as the first turn reads it:" in shown and '"name": "calculator"' in shown
+    assert "at least " in shown and "assumed  the longest trajectories, 8 turns of 8 tokens" in shown
+    assert main([*words, "--json"]) == 0
+    facts = answer(capsys)
+    assert facts["least_seconds"] > 0  # type: ignore[operator]
+
+
 def test_preferences_are_learnt_directly_shown_and_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

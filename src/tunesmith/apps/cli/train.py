@@ -135,7 +135,8 @@ def _show(resolved: "Resolved", output: Output) -> None:
     output.say(f"memory   {memory_size(sum(facts.memory_gb.values()))} estimated: {parts}")
     output.say("by stage " + ", ".join(f"{stage} {memory_size(size_gb)}" for stage, size_gb in facts.stage_gb.items()))
     output.say(f"time     about {duration(facts.seconds)} for {count_of(facts.num_steps, 'step')}")
-    if facts.assumed:
+    if facts.least_seconds is not None:
+        output.say(f"at least {duration(facts.least_seconds)}, if every trajectory ends with its first turn")
         output.say(f"assumed  {facts.assumed}")
     output.say(f"data     {count_of(facts.num_items, 'item')}, for example:\n{visible(facts.sample)}")
     if facts.server:

@@ -210,6 +210,12 @@ class Conversations:
                 on_group(index, group)
         return groups
 
+    def begun(self, prompt: Prompt, seed: int) -> Prompt:
+        """`prompt` as the first turn of a trajectory sees it, with what `reset` says and the tools that are offered."""
+        state = self._begin(prompt, seed)
+        self._give_back(state)
+        return state.prompt
+
     def _converse(
         self, engine: Engine, states: Sequence[_State], sampling: SamplingParams, pool: ThreadPoolExecutor
     ) -> int:

@@ -323,8 +323,11 @@ class PolicyTask:
         files = [(source, file_of(source)) for source in named]
         return [(source, file) for source, file in files if file is not None]
 
-    def estimate(self) -> Estimate:
-        """Memory and work of a run."""
+    def estimate(self, *, longest: bool = True) -> Estimate:
+        """Memory and work of a run, with trajectories that are as long as they may be, or end with their first turn."""
+        most = self._most_tokens
+        if most is not None and not longest:
+            most = self.cfg.rollout.max_new_tokens, self.cfg.rollout.max_new_tokens
         return policy_estimate(
             self.loaded.model,
             self.cfg,
@@ -332,7 +335,7 @@ class PolicyTask:
             num_heldout=len(self.data.heldout),
             reward_parameters=[model.model.num_parameters() for model in self.scorer.models.values()],
             demonstration_tokens=fmean(one.num_used for one in self.demonstrations) if self.demonstrations else 0.0,
-            trajectory_tokens=self._most_tokens,
+            trajectory_tokens=most,
         )
 
     @property

@@ -29,6 +29,7 @@ from tunesmith.engine.models.export import ModelCard
 from tunesmith.engine.models.language_model import model_of_recipe
 from tunesmith.engine.models.lora import trained_parameters
 from tunesmith.engine.models.optimizer import moment_bytes
+from tunesmith.engine.models.tokenizer import decode_marked, encode_prompt
 from tunesmith.engine.rollout.remote.in_process import vllm_library
 from tunesmith.engine.rollout.remote.server import Server
 from tunesmith.engine.rollout.workers.actors import ray_library
@@ -357,8 +358,9 @@ def tokens_of(task: Any) -> TokenFacts:
 @dataclass(frozen=True, slots=True)
 class Preview:
     """Size of the model, memory in GB by part and by stage, number of data rows, the first of them as text, about how
-    long the steps take, the tokens of the first rows, whose problems a run would raise, why its rollout server does not
-    answer now, for which a run would wait, and how long the estimates take trajectories to be.
+    long the steps take, the tokens of the first rows, whose problems a run would raise, and why its rollout server does
+    not answer now, for which a run would wait. With an environment, the estimates are of trajectories of the length
+    that `assumed` says, and `least_seconds` of those that end with their first turn.
     """
 
     model: str
@@ -372,6 +374,7 @@ class Preview:
     tokens: TokenFacts
     server: str
     assumed: str = ""
+    least_seconds: float | None = None
 
 
 def preview(cfg: Recipe) -> Preview:
@@ -388,13 +391,22 @@ def preview(cfg: Recipe) -> Preview:
     estimate, data = task.estimate(), task.data
     num_items = len(data.train) + len(data.heldout)
     sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
-    work = estimate.work.preparation + estimate.work.remaining(task.num_steps, cfg.run.eval_every)
-    seconds = work.seconds(cost_of(cfg, task, estimate)) + ending_s(estimate, cfg)
+
+    def seconds(estimated: Estimate) -> float:
+        work = estimated.work.preparation + estimated.work.remaining(task.num_steps, cfg.run.eval_every)
+        return work.seconds(cost_of(cfg, task, estimated)) + ending_s(estimated, cfg)
+
+    sample, assumed, least = data.sample, "", None
+    if isinstance(task, PolicyTask) and task.conversations is not None:
+        begun = task.conversations.begun(data.prompts[0], cfg.run.seed)
+        rendered = decode_marked(task.loaded.tokenizer, encode_prompt(task.loaded.tokenizer, begun))
+        sample = f"prompt, as the first turn reads it:\n{rendered}"
+        assumed, least = task.assumed, seconds(task.estimate(longest=False))
     tokens, server = tokens_of(task), _absent_server(cfg)
-    assumed = task.assumed if isinstance(task, PolicyTask) else ""
     if isinstance(task, PolicyTask):
         task.close()
-    return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds, tokens, server, assumed)
+    time_s = seconds(estimate)
+    return Preview(cfg.model.name, *sizes, num_items, sample, task.num_steps, time_s, tokens, server, assumed, least)
 
 
 def _absent_server(cfg: Recipe) -> str:
