@@ -92,7 +92,7 @@ def test_the_api_answers_the_shell_and_typescript_of_its_page(in_folder: Path):
             program = PROGRAMS[block.language]
             if shutil.which(program[0]) is None and "CI" not in os.environ:
                 continue
-            done = subprocess.run(program, input=block.text, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(program, input=block.text, capture_output=True, text=True, timeout=500, check=False)
             assert done.returncode == 0, f"{block.where}: {done.stderr}"
             assert done.stdout.strip()
 
