@@ -97,6 +97,22 @@ def test_labels_of_a_pair_stand_or_fall_together(tokenizer: PreTrainedTokenizerB
     assert bad.finish().reasons == {"too long": 1}
 
 
+def test_a_pair_is_two_labels_a_ranking_those_of_its_pairs_and_a_tie_none(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt, table, bad = Prompt("0", "p"), AnswerTable(), BadRows()
+    bad.opened("pairs", 3)
+    items = [
+        Pair(prompt, "a", "b"),
+        Pair(prompt, "far too long" * 20, "and this" * 20, tie=True),
+        Ranking(prompt, ("a", "b", "c"), (2, 2, 1)),
+    ]
+    labels = encode_labels(items, tokenizer, TokenLimit(30), table, bad)
+    said = [(decode(tokenizer, table.answers[one.answer].completion_ids), one.is_wanted) for one in labels]
+    assert [(text[0], wanted) for text, wanted in said] == [
+        *(("a", True), ("b", False)),
+        *(("c", True), ("a", False), ("c", True), ("b", False)),
+    ]
+
+
 PAIR = Pair(Prompt("0", "abcdefgh"), "12345", "67")
 RANKING = Ranking(Prompt("0", "abcdef"), ("1", "234", "56"), (1, 2, 3))
 

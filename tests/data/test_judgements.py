@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tunesmith.base.core.errors import DataError
-from tunesmith.base.schema.records import Judgement, Pair, Prompt, Ranking
-from tunesmith.collect.data.pairs import judgements_of, load_judgements
+from tunesmith.base.schema.records import Judgement, Pair, Ranking
+from tunesmith.collect.data.pairs import load_judgements
 from tunesmith.collect.data.rows import BadRows
 
 ASK = [{"role": "user", "content": "Hi"}]
@@ -73,12 +73,3 @@ def test_bad_rows_can_be_dropped_and_are_counted() -> None:
 def test_no_source_is_an_error_that_says_what_to_give() -> None:
     with pytest.raises(DataError, match="name a file with `prompt`, `completion` and `label`"):
         load_judgements("")
-
-
-def test_a_pair_is_two_judgements_a_ranking_its_pairs_and_a_tie_none() -> None:
-    prompt = Prompt("0", "p")
-    assert judgements_of(Pair(prompt, "a", "b")) == [Judgement(prompt, "a", True), Judgement(prompt, "b", False)]
-    assert judgements_of(Pair(prompt, "a", "b", tie=True)) == []
-    ranked = [(one.completion, one.is_wanted) for one in judgements_of(Ranking(prompt, ("a", "b", "c"), (1, 2, 2)))]
-    assert ranked == [("a", True), ("b", False), ("a", True), ("c", False)]
-    assert judgements_of(Judgement(prompt, "a", True)) == [Judgement(prompt, "a", True)]

@@ -74,7 +74,7 @@ def test_every_figure_follows_from_the_curves_of_the_runs(folder: Path) -> None:
     facts = json.loads((folder / "comparison.json").read_text())
     base = Point(**json.loads((folder / "base.json").read_text()))
     curves = {}
-    for name in algorithms.TITLES:
+    for name in algorithms.titles():
         (run,) = folder.glob(f"*-{name}-seed0-*")
         curves[name] = [[base, *read_curve(run)]]
     again = json.loads(json.dumps(comparison_facts(OPTIONS, curves)))
@@ -123,6 +123,13 @@ def test_seeds_that_do_not_reach_a_kl_are_counted_and_left_out() -> None:
     assert at["ppo"][4.0]["num_reached"] == 2
     assert (at["ppo"][4.0]["low"], at["ppo"][4.0]["high"]) == pytest.approx(mean_interval([0.4, 0.6]))
     assert facts["said"].startswith("At 2 nats best-of-n has the highest score, 0.50, before PPO with 0.37;")
+
+
+def test_dpo_and_the_algorithms_of_the_demo_are_compared_in_a_fixed_order() -> None:
+    expected = {"ppo": "PPO", "grpo": "GRPO", "dpo": "DPO", "best_of_n": "best-of-n"}
+    assert list(algorithms.titles().items()) == list(expected.items())
+    cfg = algorithms.recipe_of("best_of_n", OPTIONS, Path("comparison"), judge=Path("judge"))
+    assert cfg.optimizer.schedule == "constant" and cfg.optimizer.learning_rate == 1e-4
 
 
 def test_bad_options_are_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-from tunesmith.apps.workflows.demo import NUM_COMPARED, DemoOptions, Stage, collect_votes, few_prompts
+from tunesmith.apps.workflows.demo import NUM_COMPARED, DemoOptions, Stage, collect_votes, demo_algorithms, few_prompts
 from tunesmith.base.config.algorithms.reward import RewardRecipe
 from tunesmith.base.config.comparison import COMPARISON, ComparisonOptions, read_comparison
 from tunesmith.base.config.load import load_recipe
@@ -52,8 +52,6 @@ from tunesmith.observe.reports.html import write_algorithms_report
 TARGETS = (2.0, 4.0, 6.0)
 """KL to the base model in nats per completion at which the algorithms are compared."""
 
-TITLES: Mapping[str, str] = MappingProxyType({"ppo": "PPO", "grpo": "GRPO", "dpo": "DPO", "best_of_n": "best-of-n"})
-
 NUM_COMPLETIONS = 6
 """Completions of each opening in an evaluation."""
 
@@ -69,10 +67,11 @@ _SETTINGS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "ppo": {"optimizer.learning_rate": 2e-4, "ppo.kl.coef": 0.02, "ppo.kl.target": None},
         "grpo": {"optimizer.learning_rate": 2e-4, "grpo.kl.coef": 0.01, "grpo.kl.target": None},
         "dpo": {"optimizer.learning_rate": 1e-4, "pairs.heldout_source": ""},
-        "best_of_n": {"optimizer.learning_rate": 1e-4},
     }
 )
 """Changes to the shipped recipes, besides a constant learning rate: a training may end before its last step."""
+
+_SETTINGS_OF_OTHERS: Mapping[str, object] = MappingProxyType({"optimizer.learning_rate": 1e-4})
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +206,8 @@ def recipe_of(
         "run.dir": str(folder),
         "run.seed": seed,
     }
-    if algorithm in _SETTINGS:
-        values |= {"optimizer.schedule": "constant", **_SETTINGS[algorithm]}
+    if algorithm != "reward":
+        values |= {"optimizer.schedule": "constant", **_SETTINGS.get(algorithm, _SETTINGS_OF_OTHERS)}
     if options.model != "smollm2":  # the recipes count the layers of this one
         values["model.num_trainable_layers"] = None
         if algorithm == "reward":
@@ -228,14 +227,21 @@ def recipe_of(
     return load_recipe(algorithm, recipe=shipped, overrides=values).recipe
 
 
+def titles() -> dict[str, str]:
+    """The title of each algorithm that is compared, by its name: DPO, and all that the demo has a recipe for."""
+    others = {name: SPECS[name].title.partition(" (")[0] for name in demo_algorithms() if name not in _SETTINGS}
+    return {name: name.upper() for name in _SETTINGS} | others
+
+
 def _train_all(options: ComparisonOptions, path: Path, judge: Path, examiner: Examiner) -> dict[str, list[list[Point]]]:
     """The curves of each algorithm, one for each seed; a seed of all algorithms before the next seed."""
     base = Point(**json.loads((path / "base.json").read_text(encoding="utf-8")))
-    curves: dict[str, list[list[Point]]] = {algorithm: [] for algorithm in TITLES}
+    title_of = titles()
+    curves: dict[str, list[list[Point]]] = {algorithm: [] for algorithm in title_of}
     for seed in range(options.seeds):
-        for place, algorithm in enumerate(TITLES, 1 + seed * len(TITLES)):
-            count = f"{place} of {options.seeds * len(TITLES)}"
-            say(f"\n[4/5] {TITLES[algorithm]} with seed {seed}, training {count}", enabled=True)
+        for place, (algorithm, title) in enumerate(title_of.items(), 1 + seed * len(title_of)):
+            count = f"{place} of {options.seeds * len(title_of)}"
+            say(f"\n[4/5] {title} with seed {seed}, training {count}", enabled=True)
             curve = Curve(examiner, DPO_STEPS if algorithm == "dpo" else 1)
             folder = trained(recipe_of(algorithm, options, path, seed, judge), path, curve)
             curves[algorithm].append([base, *read_curve(folder)])
@@ -256,9 +262,10 @@ def trained(recipe: Recipe, folder: Path, listener: Listener | None = None) -> P
 
 def comparison_facts(options: ComparisonOptions, curves: Mapping[str, Sequence[Sequence[Point]]]) -> dict[str, Any]:
     """The curves, and the scores at each target with their mean and 95 % interval over the seeds, by algorithm."""
+    title_of = titles()
     algorithms = {
         name: {
-            "title": TITLES[name],
+            "title": title_of[name],
             "curves": [[asdict(point) for point in curve] for curve in of_seeds],
             "at": [_at(target, of_seeds) for target in TARGETS],
         }

@@ -71,6 +71,8 @@ class Layers:
             return {name: self._nest(nested, rest, value)}
         return {name: {".".join(rest): value}} if info and _is_mapping(info.annotation) else {".".join(keys): value}
 
+    # Key by key and not by pydantic, which sees one finished tree: it could name neither the file and line of a value,
+    # nor the key that was meant by an unknown one, and would not know which values were set and which are defaults.
     def _merge(self, schema: type[Section], values: Tree, into: Tree, prefix: str, source: "_Source") -> None:
         for name, value in values.items():
             path = prefix + name

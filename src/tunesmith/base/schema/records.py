@@ -1,7 +1,7 @@
 """Records of text: prompts, preference pairs, rankings and votes. Column names are TRL's."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -105,11 +105,14 @@ class Ranking:
 
     def pairs(self) -> list[Pair]:
         """Every two of the completions as a pair, the better one chosen; those of one place are marked as ties."""
-        order = sorted(range(len(self.ranks)), key=lambda index: self.ranks[index])
-        return [
-            Pair(self.prompt, self.completions[a], self.completions[b], tie=self.ranks[a] == self.ranks[b])
-            for a, b in itertools.combinations(order, 2)
-        ]
+        texts = self.completions
+        return [Pair(self.prompt, texts[a], texts[b], tie=tie) for a, b, tie in every_two(self.ranks)]
+
+
+def every_two(ranks: Sequence[int]) -> list[tuple[int, int, bool]]:
+    """Every two of the indices of `ranks`, that of the smaller rank first, and whether both have the same one."""
+    order = sorted(range(len(ranks)), key=lambda index: ranks[index])
+    return [(a, b, ranks[a] == ranks[b]) for a, b in itertools.combinations(order, 2)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,15 @@ Shape legend: A distinct answers, B sequences, S positions (right padded).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
 
 from tunesmith.base.core.seeds import derive, permutation
-from tunesmith.base.schema.records import Judgement, Pair, Prompt, Ranking, Text
-from tunesmith.collect.data.collate import TokenIds, check_differ, pad_right, too_long
-from tunesmith.collect.data.pairs import judgements_of, pairs_of, with_shared_opening
+from tunesmith.base.schema.records import Judgement, Pair, Prompt, Ranking, Text, every_two
+from tunesmith.collect.data.collate import TokenIds, encode_sides, pad_right, too_long
+from tunesmith.collect.data.pairs import pairs_of, with_shared_opening
 from tunesmith.collect.data.rows import BadRows, RowError, usable
 from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, encode_completed
 
@@ -135,15 +136,14 @@ def encode_pairs(
 
     def encode(item: Pair | Ranking) -> list[AnswerPair]:
         item = with_shared_opening(item) if isinstance(item, Pair) else item
-        pairs = pairs_of(item)
-        texts = [side for pair in pairs for side in (("chosen", pair.chosen), ("rejected", pair.rejected))]
-        if not item.prompt.content and any(_begins_a_conversation(text) for _, text in texts):
+        texts = item.completions if isinstance(item, Ranking) else (item.chosen, item.rejected)
+        if not item.prompt.content and any(map(_begins_a_conversation, texts)):
             raise RowError("`chosen` and `rejected` share no prompt; give two answers to the same messages")
-        places = _places(item.prompt, texts, tokenizer, limit, table)
-        sides = list(zip(pairs, places[::2], places[1::2], strict=True))
-        for pair, *both in sides:
-            check_differ(both, ("chosen", "rejected"), (1, 1 if pair.tie else 2))
-        return [AnswerPair(item.prompt.id, chosen, rejected, pair.tie) for pair, chosen, rejected in sides]
+        answers, ranks = encode_sides(item, partial(encode_answer, tokenizer), partial(fitting, limit=limit))
+        return [
+            AnswerPair(item.prompt.id, table.place(answers[a]), table.place(answers[b]), tie)
+            for a, b, tie in every_two(ranks)
+        ]
 
     return list(chain.from_iterable(usable(items, encode, bad, "pairs")))
 
@@ -155,35 +155,31 @@ def encode_labels(
     table: AnswerTable,
     bad: BadRows,
 ) -> list[AnswerLabel]:
-    """The judgements of the items as labels of places in `table`, in order; errors as in `encode_pairs`."""
+    """The judgements of the items as labels of places in `table`, in order; errors as in `encode_pairs`.
+
+    Of two completions the better one was wanted, the other not. A tie says nothing.
+    """
+    encode_one, within = partial(encode_answer, tokenizer), partial(fitting, limit=limit)
 
     def encode(item: Judgement | Pair | Ranking) -> list[AnswerLabel]:
-        judgements = judgements_of(item)
-        texts = [("completion", one.completion) for one in judgements]
-        places = _places(item.prompt, texts, tokenizer, limit, table)
-        if not isinstance(item, Judgement):
-            for both in zip(places[::2], places[1::2], strict=True):
-                check_differ(both, ("chosen", "rejected"), (1, 2))
-        labels = zip(places, judgements, strict=True)
-        return [AnswerLabel(item.prompt.id, place, one.is_wanted) for place, one in labels]
+        if isinstance(item, Judgement):
+            (answer,) = within([encode_one(item.prompt, item.completion)], ["completion"])
+            return [AnswerLabel(item.prompt.id, table.place(answer), item.is_wanted)]
+        if all(pair.tie for pair in pairs_of(item)):
+            return []
+        answers, ranks = encode_sides(item, encode_one, within)
+        return [
+            AnswerLabel(item.prompt.id, table.place(answers[place]), is_wanted)
+            for a, b, tie in every_two(ranks)
+            for place, is_wanted in ((a, True), (b, False))
+            if not tie
+        ]
 
     return list(chain.from_iterable(usable(items, encode, bad, "judgements")))
 
 
 def _begins_a_conversation(completion: Text) -> bool:
     return not isinstance(completion, str) and completion[0]["role"] != "assistant"
-
-
-def _places(
-    prompt: Prompt,
-    texts: Sequence[tuple[str, Text]],
-    tokenizer: PreTrainedTokenizerBase,
-    limit: TokenLimit,
-    table: AnswerTable,
-) -> list[int]:
-    """The places of completions of one prompt, each given with its name in messages."""
-    answers = [encode_answer(tokenizer, prompt, text) for _, text in texts]
-    return [table.place(answer) for answer in fitting(answers, [name for name, _ in texts], limit)]
 
 
 def with_mismatched(

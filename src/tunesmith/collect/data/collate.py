@@ -9,15 +9,17 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from tunesmith.base.core import seeds
-from tunesmith.base.schema.records import Pair, Prompt, Ranking, Text
+from tunesmith.base.schema.records import Pair, Prompt, Ranking, Text, every_two
 from tunesmith.collect.data.rows import BadRows, RowError, usable
 from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
 
 TokenIds = tuple[int, ...]
+SideT = TypeVar("SideT")
 
 EncodePair = Callable[[Prompt, Text], TokenIds]
 """The ids of a prompt and one of its completions."""
@@ -65,11 +67,8 @@ class EncodedRanking:
 
     def pairs(self) -> list[EncodedPair]:
         """Every two sequences as a pair, those of one place as a tie."""
-        order = sorted(range(len(self.ranks)), key=lambda index: self.ranks[index])
-        return [
-            EncodedPair(self.prompt_id, self.sequences[a], self.sequences[b], tie=self.ranks[a] == self.ranks[b])
-            for a, b in itertools.combinations(order, 2)
-        ]
+        ids = self.sequences
+        return [EncodedPair(self.prompt_id, ids[a], ids[b], tie=tie) for a, b, tie in every_two(self.ranks)]
 
 
 Encoded = EncodedPair | EncodedRanking
@@ -172,31 +171,40 @@ def encode_preferences(
     """
     encode_pair = encode or partial(encode_pair_side, tokenizer)
 
-    def encode_item(item: Pair | Ranking) -> Encoded:
-        texts = (
-            {f"completions[{index}]": text for index, text in enumerate(item.completions)}
-            if isinstance(item, Ranking)
-            else {"chosen": item.chosen, "rejected": item.rejected}
-        )
-        sequences = tuple(encode_pair(item.prompt, text) for text in texts.values())
-        if truncates:
-            sequences = truncate_left(sequences, max_tokens)
-        for name, ids in zip(texts, sequences, strict=True):
+    def within(sequences: Sequence[TokenIds], names: Sequence[str]) -> Sequence[TokenIds]:
+        cut = truncate_left(sequences, max_tokens) if truncates else sequences
+        for name, ids in zip(names, cut, strict=True):
             if len(ids) > max_tokens:
                 raise too_long(name, len(ids), max_tokens)
+        return cut
+
+    def encode_item(item: Pair | Ranking) -> Encoded:
+        sequences, ranks = encode_sides(item, encode_pair, within)
         if isinstance(item, Ranking):
-            check_differ(sequences, list(texts), item.ranks)
-            return EncodedRanking(item.prompt.id, sequences, item.ranks)
-        check_differ(sequences, list(texts), (1, 1 if item.tie else 2))
+            return EncodedRanking(item.prompt.id, tuple(sequences), ranks)
         return EncodedPair(item.prompt.id, *sequences, margin=item.margin, tie=item.tie)
 
     return usable(items, encode_item, bad, "pairs")
 
 
-def check_differ(encoded: Sequence[object], names: Sequence[str], places: Sequence[object]) -> None:
-    """Raise RowError if completions in different places, each with its name in messages, are the same to a model."""
+def encode_sides(
+    item: Pair | Ranking,
+    encode: Callable[[Prompt, Text], SideT],
+    within: Callable[[Sequence[SideT], Sequence[str]], Sequence[SideT]],
+) -> tuple[Sequence[SideT], tuple[int, ...]]:
+    """(The completions of a pair or ranking by `encode`, then `within` a limit; the place of each, 1 the best).
+
+    `within` is also given their names in messages. Raises RowError if completions in different places are the same to a
+    model.
+    """
+    if isinstance(item, Ranking):
+        texts = {f"completions[{index}]": text for index, text in enumerate(item.completions)}
+        ranks = item.ranks
+    else:
+        texts, ranks = {"chosen": item.chosen, "rejected": item.rejected}, (1, 1 if item.tie else 2)
+    sides = within([encode(item.prompt, text) for text in texts.values()], list(texts))
     for (one, name, place), (other, other_name, other_place) in itertools.combinations(
-        zip(encoded, names, places, strict=True), 2
+        zip(sides, texts, ranks, strict=True), 2
     ):
         if one == other and place != other_place:
             raise RowError(
@@ -204,6 +212,7 @@ def check_differ(encoded: Sequence[object], names: Sequence[str], places: Sequen
                 "drops what differs; remove the row, or change the template",
                 "same completions",
             )
+    return sides, ranks
 
 
 def too_long(name: str, num_tokens: int, max_tokens: int) -> RowError:

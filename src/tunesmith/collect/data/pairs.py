@@ -230,18 +230,6 @@ def pairs_of(item: Pair | Ranking) -> list[Pair]:
     return item.pairs() if isinstance(item, Ranking) else [item]
 
 
-def judgements_of(item: Judgement | Pair | Ranking) -> list[Judgement]:
-    """The item as judgements: of a pair the chosen completion was wanted, the other not. A tie says nothing."""
-    if isinstance(item, Judgement):
-        return [item]
-    return [
-        Judgement(pair.prompt, completion, is_wanted)
-        for pair in pairs_of(item)
-        for completion, is_wanted in ((pair.chosen, True), (pair.rejected, False))
-        if not pair.tie
-    ]
-
-
 def write_pairs(path: str | Path, pairs: Sequence[Pair]) -> None:
     """Write pairs as JSONL that `load_preferences` reads back; `margin` and `tie` are written only if set."""
     with Path(path).open("w", encoding="utf-8") as file:

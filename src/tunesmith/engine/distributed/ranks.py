@@ -195,6 +195,9 @@ class _Rounds(Sequence[T]):
         return self._own[index]
 
     def __iter__(self) -> Iterator[T]:
+        # Shares differ by one item at most, so that only in the last round some ranks have none. Which passes it has,
+        # and whether with gradients, is known to the code that iterates alone: a rank that has an item announces each,
+        # and only in that round, because an announcement is a collective that all rounds before would wait for.
         most, announcer = max(self._sizes), self._sizes.index(max(self._sizes))
         for number, item in enumerate(self._own, start=1):
             if number == most and min(self._sizes) < most:

@@ -99,6 +99,8 @@ def _blocks(name: str, source: Layout, target: Layout) -> list[_Block]:
     for to, wanted in enumerate(pieces[name] for pieces in target):
         count = 0
         for piece, ranks in holders.items():
+            # A rank's own numbers cost no message. Where several hold the piece, targets ask different ones in turn, so
+            # that one rank does not send to all.
             owner = to if to in ranks else ranks[to % len(ranks)]
             for dimensions in itertools.product(*map(_common, piece, wanted)):
                 here, there = zip(*dimensions, strict=True)

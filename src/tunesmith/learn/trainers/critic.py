@@ -163,6 +163,11 @@ class CriticProcess:
             self._child.send(self._asked)
 
 
+# Autograd runs the backward of the youngest node first and of the oldest last. So one node made before the policy's
+# pass and one made after it are called, in backward, in the opposite order: gradients are asked for before the policy's
+# backward begins and awaited once it has ended, and both processes compute at the same time in both directions.
+
+
 class _Begin(torch.autograd.Function):
     """Asks for values. Its backward, the last of the graph to run because it is the oldest, waits for gradients."""
 

@@ -212,6 +212,9 @@ class _FromHidden(torch.autograd.Function):
             hidden_MH, sums_NK = hidden_NH[rows_M], sums_NK[rows_M]
         layer = OutputLayer(weight_VH, bias_V)
         sums = _Gradients(hidden_MH, layer, ctx.needs_input_grad)
+        # By columns, though the forward pass goes by rows: a block then has the whole gradient of its rows of the
+        # weight, which is the largest result and is rounded once, as it would be with all logits. By rows it would be a
+        # sum over blocks. Columns can be taken alone because the sums of each row are known from the forward pass.
         for columns, logits_MC in _columns(hidden_MH, layer, call, logits_NV):
             d_logits_MC = logits_gradient(
                 logits_MC,

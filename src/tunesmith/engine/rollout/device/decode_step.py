@@ -335,6 +335,8 @@ class Step:
 @torch.no_grad()
 def decode_step(slots: Slots, step: Step) -> None:
     """One more token for each slot that has some left."""
+    # A captured graph has one shape and no branches, so slots without a completion are computed too, and what ended is
+    # masked in `advance`; leaving them out would need their number on the host, which would wait for the device.
     places = Places(slots.position_S, slots.row_S, slots.tables_SN)
     prefixes = SharedPrefixes(slots.members_PG, slots.length_P, slots.start_S) if step.shares_prefixes else None
     hidden_SH = step.model.forward(slots.token_S, places, step.storage, max_positions(places), prefixes=prefixes)

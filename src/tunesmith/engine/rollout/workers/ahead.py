@@ -64,6 +64,9 @@ class AheadEngine:
     def __init__(self, inner: WorkerEngine, ahead: Ahead, weight_version: Callable[[], int]) -> None:
         self.inner = inner
         self._ahead, self._weight_version = ahead, weight_version
+        # The training's thread alone reads and changes `_step` and `_begun`, so they need no lock; the other one only
+        # does jobs and ends their futures. `inner.ask` fixes prompts, noise and weights before a job is queued, so its
+        # tokens do not depend on when it is done. An evaluation is urgent, because the training stands still for it.
         self._step = 0  # the next one
         self._begun: dict[int, Future[_Drawn]] = {}
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
