@@ -38,6 +38,7 @@ from tunesmith.engine.rollout.engine import Engine, OnGroup
 from tunesmith.engine.rollout.factory import engine_for
 from tunesmith.engine.rollout.workers.ahead import Ahead, Arguments
 from tunesmith.learn.algorithms import kl
+from tunesmith.learn.environments.calls import Open
 from tunesmith.learn.environments.dialects import name_in
 from tunesmith.learn.environments.episodes import Conversations
 from tunesmith.learn.environments.packages import KINDS, rows_of
@@ -174,6 +175,8 @@ class PolicyTask:
         self.cfg = cfg
         self.device = device
         self.num_steps = cfg.run.steps or 100
+        factory, tools = inputs.environment_factory, inputs.tools or ()
+        open_episode = opener(cfg.environment, tools=tools, environment_factory=factory)  # a wrong name ends here
         self.loaded = load_policy(cfg.model, device=device)
         tokenizer, max_length = self.loaded.tokenizer, room_for_prompts(self.loaded.model, cfg.rollout.max_new_tokens)
         given = rows_of(cfg.prompts.source, cfg.environment.arguments) if inputs.prompts is None else inputs.prompts
@@ -196,7 +199,8 @@ class PolicyTask:
             )
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
         self._learner, self._rewards = learner, inputs.rewards
-        self.conversations = self._conversations(inputs)
+        self._given: dict[str, str] = {}
+        self.conversations = None if open_episode is None else self._conversations(open_episode, inputs)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -263,19 +267,16 @@ class PolicyTask:
             self.conversations,
         )
 
-    def _conversations(self, inputs: Inputs) -> Conversations | None:
+    def _conversations(self, open_episode: Open, inputs: Inputs) -> Conversations:
         """The policy's environment, of which one episode is made, so that what is wrong with it is said at once."""
         section = self.cfg.environment
         factory, tools = inputs.environment_factory, inputs.tools or ()
-        open_episode = opener(section, tools=tools, environment_factory=factory)
         if isinstance(factory, Mapping):
             for prompt in (*self.data.train, *self.data.heldout):
                 name_in(prompt.columns, factory)
         named = {f"environment {name}": one for name, one in factory.items()} if isinstance(factory, Mapping) else {}
         given = {**(named or {"environment": factory}), **{f"tool {number}": tool for number, tool in enumerate(tools)}}
         self._given = {name: identity_of(one) for name, one in given.items() if one is not None}
-        if open_episode is None:
-            return None
         found = Conversations(
             open_episode,
             self.loaded.tokenizer,
