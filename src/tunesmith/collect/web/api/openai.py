@@ -239,8 +239,8 @@ def _stops(given: str | list[str] | None) -> list[str] | None:
 
 
 def new_id(kind: str) -> str:
-    """A fresh id of a response."""
-    return f"{kind}-{secrets.token_hex(16)}"
+    """A fresh id that begins with `kind`."""
+    return f"{kind}{secrets.token_hex(16)}"
 
 
 def message_of(answer: Json) -> dict[str, Any]:
