@@ -44,13 +44,15 @@ for line in sys.stdin:
     text = f" {name}\x00" if said == "nul" else text
     text = " the same" if said == "same" else HOSTILE[name == "GAMMA"] if said == "hostile" else text
     # Without a chat template: one text.
-    said = enumerate(messages)
-    whole = "".join(("\n" if one["role"] == "user" and k else "") + one["content"] for k, one in said)
+    whole = "".join(("\n" if one["role"] == "user" and k else "") + one["content"] for k, one in enumerate(messages))
     reply(begun={"prompt": whole, "prompt_ids": [7], "context": 128})
     for start in range(0, len(text), 6):
         reply(sample=0, text=text[start : start + 6])
     answer = {"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0], "drawn_logps": [-0.5, -1.0]}
-    reply(sample=0, answer={**answer, "finish_reason": "stop", "message": None})
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": said[4:]}}}
+    calling = {"role": "assistant", "reasoning_content": "Hm.", "content": "Let me see.", "tool_calls": [call, call]}
+    message = calling if request.get("tools") and said.startswith("ask ") else None
+    reply(sample=0, answer={**answer, "finish_reason": "stop", "message": message})
     reply(done=True)
 """
 

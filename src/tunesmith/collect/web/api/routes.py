@@ -1,13 +1,17 @@
-"""Routes of the API: OpenAI's of models, chats and completions, vLLM's of token ids, and TensorZero's of feedback."""
+"""Routes of the API: OpenAI's of models, chats, completions and responses, Anthropic's of messages, vLLM's of token
+ids, and TensorZero's of feedback.
+"""
 
 import json
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 from fastapi import Request as HttpRequest
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
 
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.inferences import Speaker, conversation_of
@@ -15,15 +19,18 @@ from tunesmith.collect.store.records import Feedback, KeyUser, Rater
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api import keys, openai
 from tunesmith.collect.web.api.answering import Answering, Form, answered, whole
+from tunesmith.collect.web.api.anthropic import CountRequest, MessageForm, MessagesRequest
 from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.api.metrics import Metrics
 from tunesmith.collect.web.api.openai import ChatRequest, Json, RefusedError, Sampled, TextRequest
-from tunesmith.collect.web.services import Caller, ServicesOf
+from tunesmith.collect.web.api.responses import ResponseForm, ResponsesRequest, continued
+from tunesmith.collect.web.services import Caller, Services, ServicesOf
 
 MAX_BODY = 8 * 1024 * 1024
 """Bytes of a conversation."""
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 FEEDBACK = "/v1/feedback"
 
 RULES: tuple[Rule, ...] = (
@@ -31,9 +38,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/metrics", "key"),
     Rule(("GET",), "/v1/models", "generate"),
     Rule(("GET",), "/v1/models/{name:path}", "generate"),
-    Rule(("POST",), CHAT, "generate", max_body=MAX_BODY),
-    Rule(("POST",), TEXT, "generate", max_body=MAX_BODY),
-    Rule(("POST",), GENERATE, "generate", max_body=MAX_BODY),
+    *(
+        Rule(("POST",), path, "generate", max_body=MAX_BODY)
+        for path in (CHAT, TEXT, RESPONSES, MESSAGES, COUNT, GENERATE)
+    ),
     Rule(("GET", "POST"), FEEDBACK, "feedback", max_body=MAX_BODY),
     *keys.RULES,
 )
@@ -86,8 +94,11 @@ class FeedbackRequest(BaseModel):
 
 def routers(endpoint: Endpoint) -> list[APIRouter]:
     """The routers of models and metrics, of answers, of feedback, and of keys."""
-    metrics = Metrics(endpoint)
-    return [_models(endpoint, metrics), _answers(endpoint, metrics), _feedback(metrics), keys.router()]
+    metrics, limited = Metrics(endpoint), Depends(keys.Limits().check)
+    answers = APIRouter(tags=["API"], dependencies=[limited])
+    _add_answers(answers, endpoint, metrics)
+    _add_other_forms(answers, endpoint, metrics)
+    return [_models(endpoint, metrics), answers, _feedback(metrics), keys.router()]
 
 
 def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
@@ -123,21 +134,11 @@ def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
     return routes
 
 
-def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
-    routes = APIRouter(tags=["API"], dependencies=[Depends(keys.Limits().check)])
-
+def _add_answers(routes: APIRouter, endpoint: Endpoint, metrics: Metrics) -> None:
     @routes.post(CHAT)
     async def chat(request: HttpRequest, body: ChatRequest, caller: Caller, services: ServicesOf) -> Response:
         """Answer a conversation, whole or as a stream."""
-        said = tuple(message.as_message() for message in body.messages)
-        conversation = _conversation(caller, body, said)
-        speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model, conversation)]
-        if body.compare and (body.n or 1) > 1:
-            raise RefusedError(400, "compare gives two answers; leave n out", param="n")
-        if body.compare and speakers[0] == speakers[1]:  # two requests with the same seed would be the same answer
-            body, speakers = body.model_copy(update={"n": 2}), speakers[:1]
-        asked = [{"model": one.model, "as_text": one.as_text, **body.asked(one.sampling)} for one in speakers]
-        answering = Answering(endpoint, metrics, services, caller, body, speakers, asked)
+        answering = _chat(endpoint, metrics, services, caller, body)
         return await answered(request, answering, ChatForm(answering))
 
     @routes.post(TEXT)
@@ -160,7 +161,46 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
         answering = Answering(endpoint, metrics, services, caller, sampled, [speaker], [one], model=body.model)
         return await whole(request, answering, TokenForm(answering).whole)
 
-    return routes
+
+def _add_other_forms(routes: APIRouter, endpoint: Endpoint, metrics: Metrics) -> None:
+    @routes.post(RESPONSES)
+    async def respond(request: HttpRequest, body: ResponsesRequest, caller: Caller, services: ServicesOf) -> Response:
+        """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream."""
+        before: list[Json] = []
+        if body.previous_response_id is not None:
+            name, speaker = body.previous_response_id, _speaker(caller)
+            found = await run_in_threadpool(services.votes.reader.inference, name)
+            is_theirs = found is not None and speaker.may_see(found.rater_id, found.user)
+            before = continued(found if is_theirs else None)
+        answering = _chat(endpoint, metrics, services, caller, body.as_chat(before))
+        return await answered(request, answering, ResponseForm(answering, body))
+
+    @routes.post(MESSAGES)
+    async def message(request: HttpRequest, body: MessagesRequest, caller: Caller, services: ServicesOf) -> Response:
+        """Answer a conversation in the form of Anthropic's Messages API, whole or as a stream."""
+        answering = _chat(endpoint, metrics, services, caller, body.as_chat())
+        return await answered(request, answering, MessageForm(answering))
+
+    @routes.post(COUNT)
+    async def count(body: CountRequest, caller: Caller, services: ServicesOf) -> Json:
+        """The number of tokens that the model would read."""
+        answering = _chat(endpoint, metrics, services, caller, body.as_chat())
+        async with aclosing(endpoint.draw([{**one, "n": 0} for one in answering.asked])) as replies:
+            numbers = [len(reply["begun"]["prompt_ids"]) async for _, reply in replies]
+        return {"input_tokens": sum(numbers)}
+
+
+def _chat(endpoint: Endpoint, metrics: Metrics, services: Services, caller: Rater, body: ChatRequest) -> Answering:
+    """A conversation that is to be answered. Raises RefusedError."""
+    said = tuple(message.as_message() for message in body.messages)
+    conversation = _conversation(caller, body, said)
+    speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model, conversation)]
+    if body.compare and (body.n or 1) > 1:
+        raise RefusedError(400, "compare gives two answers; leave n out", param="n")
+    if body.compare and speakers[0] == speakers[1]:  # two requests with the same seed would be the same answer
+        body, speakers = body.model_copy(update={"n": 2}), speakers[:1]
+    asked = [{"model": one.model, "as_text": one.as_text, **body.asked(one.sampling)} for one in speakers]
+    return Answering(endpoint, metrics, services, caller, body, speakers, asked)
 
 
 def _conversation(caller: Rater, body: Sampled, prompt: Text) -> str:
@@ -252,7 +292,8 @@ class ChatForm(Form):
             message = openai.message_of(answer)
             if answering.holds_text:
                 scores = answering.collected.scores.get(number)
-                yield self._event(number, {"content": message["content"]}, scores=scores, **self._ids(answer))
+                said = {name: message[name] for name in ("reasoning_content", "content") if name in message}
+                yield self._event(number, said, scores=scores, **self._ids(answer))
             if calls := message.get("tool_calls"):
                 yield self._event(number, {"tool_calls": [{"index": place, **one} for place, one in enumerate(calls)]})
             yield self._event(number, {}, openai.finish_of(answer, message))
