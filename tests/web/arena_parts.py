@@ -46,6 +46,8 @@ for line in sys.stdin:
     # Without a chat template: one text.
     whole = "".join(("\n" if one["role"] == "user" and k else "") + one["content"] for k, one in enumerate(messages))
     reply(begun={"prompt": whole, "prompt_ids": [7], "context": 128})
+    if said == "die in it":
+        os._exit(9)
     for start in range(0, len(text), 6):
         reply(sample=0, text=text[start : start + 6])
     answer = {"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0], "drawn_logps": [-0.5, -1.0]}

@@ -125,9 +125,9 @@ class Sampled(BaseModel):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: Name | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=100)] | None = None
     return_token_ids: bool | None = None
@@ -136,13 +136,15 @@ class Sampled(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_texts(cls, given: Any) -> Any:
-        """Refuse what no database can hold: answers are stored with their prompts. A model may have drawn a NUL, which
-        JSON can hold.
+        """Refuse what no database and no response can hold: answers are stored with their prompts. A model may have
+        drawn a NUL, which JSON can hold.
         """
         try:
-            json.dumps(given, ensure_ascii=False, default=str).encode()
+            json.dumps(given, ensure_ascii=False, default=str, allow_nan=False).encode()
         except UnicodeEncodeError:
             raise ValueError("the request holds a lone surrogate, which is no character; remove it") from None
+        except ValueError:
+            raise ValueError("the request holds a number that is not finite, which JSON does not have") from None
         return given
 
     @property
