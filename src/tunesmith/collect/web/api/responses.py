@@ -129,7 +129,9 @@ def continued(answered: Inference | None) -> list[Json]:
 
 
 class ResponseForm(Form):
-    """An answer as OpenAI's response. Unless it is to be continued by its id or to get feedback, it is not stored."""
+    """An answer as OpenAI's response. With `store: false` it is not stored: no other can go on from it, and it can get
+    no feedback.
+    """
 
     last = ""
 
