@@ -21,7 +21,8 @@ for line in sys.stdin:
     request = json.loads(line)
     if "stop" in request:
         continue
-    id, name, said = request["id"], os.path.basename(request["model"]["name"]), request["messages"][-1]["content"]
+    messages = request.get("messages") or [{"role": "user", "content": request["text"]}]
+    id, name, said = request["id"], os.path.basename(request["model"]["name"]), messages[-1]["content"]
     name = NAMES.get(name, name.upper())
     def reply(**facts):
         print(json.dumps({"id": id, **facts}), flush=True)
@@ -33,7 +34,7 @@ for line in sys.stdin:
     if said == "no model" and name == "GAMMA":
         reply(error="there is no model v000002", kind="model")
         continue
-    if said == "full" and len(request["messages"]) > 3:
+    if said == "full" and len(messages) > 3:
         reply(error=TOO_LONG, kind="prompt")
         continue
     if said == "too long":
@@ -43,13 +44,17 @@ for line in sys.stdin:
     text = f" {name}\x00" if said == "nul" else text
     text = " the same" if said == "same" else HOSTILE[name == "GAMMA"] if said == "hostile" else text
     # Without a chat template: one text.
-    said = enumerate(request["messages"])
-    whole = "".join(("\n" if one["role"] == "user" and k else "") + one["content"] for k, one in said)
+    whole = "".join(("\n" if one["role"] == "user" and k else "") + one["content"] for k, one in enumerate(messages))
     reply(begun={"prompt": whole, "prompt_ids": [7], "context": 128})
+    if said == "die in it":
+        os._exit(9)
     for start in range(0, len(text), 6):
         reply(sample=0, text=text[start : start + 6])
     answer = {"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0], "drawn_logps": [-0.5, -1.0]}
-    reply(sample=0, answer={**answer, "finish_reason": "stop", "message": None})
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": said[4:]}}}
+    calling = {"role": "assistant", "reasoning_content": "Hm.", "content": "Let me see.", "tool_calls": [call, call]}
+    message = calling if request.get("tools") and said.startswith("ask ") else None
+    reply(sample=0, answer={**answer, "finish_reason": "stop", "message": message})
     reply(done=True)
 """
 

@@ -17,7 +17,7 @@ from server_parts import Client, Server
 from tunesmith.collect.store.inferences import conversation_of
 from tunesmith.collect.store.records import KeySettings
 from tunesmith.collect.store.votes import VoteStore
-from tunesmith.collect.web.api.endpoint import Endpoint
+from tunesmith.collect.web.api.endpoint import Collected, Endpoint
 from tunesmith.collect.web.api.openai import RefusedError, message_of
 from tunesmith.collect.web.arena import Contestant, tried_in
 from tunesmith.collect.web.drawing import Drawer
@@ -144,6 +144,8 @@ def test_texts_and_token_ids_are_continued(client, key):
         ({"messages": [{"role": "user", "content": "x" * 9_000}]}, 400, "messages"),
         ({"temperature": -1}, 400, None),
         ({"n": 99}, 400, None),
+        ({"top_k": 10**30}, 400, None),
+        ({"repetition_penalty": 1e-300}, 400, None),  # which would make a logit infinite
         ({"top_logprobs": 30, "logprobs": True}, 400, None),
         ({"stop": [""]}, 400, "stop"),
         ({"logit_bias": {"red": 1}}, 400, None),
@@ -389,7 +391,10 @@ def test_more_than_can_wait_is_told_to_come_again(tmp_path):
 
 def test_calls_have_openais_form():
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
-    message = message_of({"text": "x", "message": {"role": "assistant", "content": "", "tool_calls": calls}})
+    collected = Collected([Contestant("m", {}, {})], 1)
+    answer = {"text": "x", "message": {"role": "assistant", "content": "", "tool_calls": calls}}
+    collected.note(0, {"sample": 0, "answer": answer})
+    message = message_of(collected.answers[0])
     (call,) = message["tool_calls"]
     assert message["content"] is None and call["id"].startswith("call_")
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}

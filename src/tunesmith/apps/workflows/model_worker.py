@@ -6,9 +6,9 @@ object a line. Without `--stay` it ends when nothing is asked for ten minutes. A
 - `id`, and the `model`, a section of a recipe;
 - what is read: `messages` (with `tools`, schemas, if there are any), a `text`, or `token_ids`. `as_text` has a model
   with a chat template read messages as one text;
-- `n`, and the `sampling` parameters: those of `SamplingParams`, of which `max_new_tokens` may be missing: at most
-  `most_new_tokens` then, and no more than the context holds. `presence_penalty`, `frequency_penalty` and `num_top` as
-  in `engine/rollout/open_batch.py`.
+- `n`, which is 0 if it is to be read alone, and the `sampling` parameters: those of `SamplingParams`, of which
+  `max_new_tokens` may be missing: at most `most_new_tokens` then, and no more than the context holds.
+  `presence_penalty`, `frequency_penalty` and `num_top` as in `engine/rollout/open_batch.py`.
 
 Its replies: `begun`, with the `prompt` as the model reads it, as text and ids, and the length of its `context`; any
 number with what was drawn of a `sample`: new `text`, `token_ids`, and their `scores`; an `answer` for each sample; then
@@ -116,10 +116,13 @@ class Worker:
             self._fail(id, str(error) or "there is too little memory", "model")
             return
         try:
-            begun, ask = self._ask(speaker, request)
-            speaker.batch.add(ask)
-            self._busy[id] = key
+            prompt, begun = self._read(speaker, request)
+            if request.get("n", 1):
+                speaker.batch.add(self._ask(speaker, request, prompt, begun["prompt_ids"]))
+                self._busy[id] = key
             self._replies.append({"id": id, "begun": begun})
+            if id not in self._busy:
+                self._replies.append({"id": id, "done": True})
         except InputError as error:
             self._fail(id, str(error), _kind(error))
         except Exception as error:  # noqa: BLE001 - a template is anybody's code, and costs no other request
@@ -141,11 +144,15 @@ class Worker:
         self.speakers.move_to_end(key)
         return key, self.speakers[key]
 
-    def _ask(self, speaker: Speaker, request: Json) -> tuple[Json, Ask]:
-        """The prompt as the model reads it, and the request for the engine. Raises InputError if it cannot be drawn."""
+    def _read(self, speaker: Speaker, request: Json) -> tuple[Prompt, dict[str, Any]]:
+        """The prompt, and as what the model reads it. Raises InputError."""
+        prompt = prompt_of(request, speaker.tokenizer)
+        ids = encode_prompt(speaker.tokenizer, prompt) if prompt.token_ids is None else prompt.token_ids
+        return prompt, {"prompt": prompt.content, "prompt_ids": ids, "context": speaker.context}
+
+    def _ask(self, speaker: Speaker, request: Json, prompt: Prompt, ids: tuple[int, ...]) -> Ask:
+        """The request for the engine. Raises InputError if it cannot be drawn."""
         id, tokenizer = request["id"], speaker.tokenizer
-        prompt = prompt_of(request, tokenizer)
-        ids = encode_prompt(tokenizer, prompt) if prompt.token_ids is None else prompt.token_ids
         given = dict(request["sampling"])
         most, room = request.get("most_new_tokens", MOST_NEW_TOKENS), speaker.context - len(ids)
         if room < 1:
@@ -169,7 +176,8 @@ class Worker:
                 reply["scores"] = [_shown(tokenizer, score) for score in piece.scores]
             if piece.completion is not None:
                 message = _message(tokenizer, ids, piece.completion, tools) if tools else None
-                reply["answer"] = {**_facts(prompt.content, piece.completion), "message": message}
+                stop = _stop_string(tokenizer, piece.completion, sampling.stop_strings)
+                reply["answer"] = {**_facts(prompt.content, piece.completion), "message": message, "stop_string": stop}
                 num_left -= 1
             self._replies.append(reply)
             if num_left == 0:
@@ -183,8 +191,7 @@ class Worker:
         def is_stopped() -> bool:
             return id in self.stopped
 
-        begun = {"prompt": prompt.content, "prompt_ids": ids, "context": speaker.context}
-        return begun, Ask(
+        return Ask(
             prompt=Prompt(str(id), prompt.content, token_ids=ids),
             n=request.get("n", 1),
             sampling=sampling,
@@ -286,6 +293,17 @@ def _facts(prompt: Text, completion: Completion) -> dict[str, Any]:
         "drawn_logps": completion.logps,
         "finish_reason": completion.finish_reason,
     }
+
+
+def _stop_string(tokenizer: PreTrainedTokenizerBase, completion: Completion, stop_strings: Sequence[str]) -> str | None:
+    """The stop string that ended a completion; None if it ended otherwise."""
+    if completion.finish_reason != "stop" or not stop_strings:
+        return None
+    ids = list(completion.token_ids)
+    shown = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    texts = (shown, decode_marked(tokenizer, ids))  # in which the engine looks for them
+    found = [(text.find(stop), stop) for text in texts for stop in stop_strings if stop in text]
+    return min(found)[1] if found else None
 
 
 def _message(

@@ -305,7 +305,8 @@ class Inference:
     """A request of the endpoint and its answers. `name` is the id that the client got, `rater_id` the key that asked.
 
     `prompt` is what the model read. `user` and `episode` are what the key's owner calls the person who asked, and the
-    conversation. `options` are the sampling parameters, and `tools` if there were any.
+    conversation. `options` are the sampling parameters, `tools` if there were any, and of a response that another one
+    can go on from the `conversation`, messages as they were sent.
     """
 
     name: str

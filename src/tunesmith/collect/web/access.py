@@ -46,6 +46,11 @@ def is_api(path: str) -> bool:
     return path.startswith(("/v1/", "/inference/")) or path in ("/health", "/metrics")
 
 
+def is_anthropics(path: str) -> bool:
+    """True for the API's routes whose errors have Anthropic's form."""
+    return path.startswith("/v1/messages")
+
+
 class RouteTable:
     """All rules; the first match applies."""
 

@@ -27,6 +27,7 @@ from tunesmith.base.core.errors import StoreError
 from tunesmith.base.core.system import fsync, name_file
 from tunesmith.collect.store.records import KeyUser, Rater, Scope
 from tunesmith.collect.store.vote_reader import VoteReader
+from tunesmith.collect.web.access import is_api
 
 MAX_KEYS = 10_000
 """Token buckets that are kept; the least recently used one is dropped, which is the same as a full one."""
@@ -268,9 +269,13 @@ class Logins:
 
 
 def bearer_of(request: HTTPConnection) -> str:
-    """The token of the Authorization header; empty if there is none."""
+    """The token of the Authorization header, on the API's routes also of `x-api-key`, Anthropic's name of it; empty if
+    there is none.
+    """
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else ""
+    if kind.lower() != "bearer":
+        token = request.headers.get("x-api-key", "") if is_api(request.scope["path"]) else ""
+    return token.strip()
 
 
 def _cache_key(bearer: str, cookie: str) -> str:

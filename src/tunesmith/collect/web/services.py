@@ -15,7 +15,7 @@ from starlette.responses import Response
 from tunesmith.collect.store.records import Campaign, CampaignSettings, Rater
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.votes import VoteStore
-from tunesmith.collect.web.access import API, is_api
+from tunesmith.collect.web.access import API, is_anthropics, is_api
 from tunesmith.collect.web.arena import Arena
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.logins import Logins
@@ -103,9 +103,11 @@ def refusal(
     param: str | None = None,
 ) -> Response:
     """Why a request is not answered: a page for people who look at an address in a browser, else JSON; to a client of
-    the API in OpenAI's form, with `code` and `param`.
+    the API in OpenAI's form, with `code` and `param`, or in Anthropic's.
     """
     detail = detail.encode("utf-8", "replace").decode()
+    if is_anthropics(request.scope["path"]):
+        return JSONResponse(anthropic_error(status, detail), status, dict(headers or {}))
     if is_api(request.scope["path"]):
         return JSONResponse(error_body(status, detail, code, param), status, dict(headers or {}))
     if wants_page(request):
@@ -120,6 +122,19 @@ def error_body(status: int, detail: str, code: str | None = None, param: str | N
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
     return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
+
+
+def anthropic_error(status: int, detail: str) -> dict[str, object]:
+    """An error in Anthropic's form."""
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+    }
+    kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": detail}}
 
 
 def wants_page(request: HTTPConnection) -> bool:

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import SystemRandom
-from typing import Any
+from typing import Any, cast
 
 from starlette.concurrency import run_in_threadpool
 
@@ -154,6 +155,15 @@ def place_of(conversation: str, name: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
+def _with_call_ids(answer: Json) -> Json:
+    """The answer with an id of each call, which the client is told and the store keeps: its result names it."""
+    message = cast(Json, answer.get("message") or {})
+    calls: list[Json] = [{"id": f"call_{secrets.token_hex(12)}", **call} for call in message.get("tool_calls") or ()]
+    if not calls:
+        return answer
+    return {**answer, "message": {**message, "tool_calls": calls}}
+
+
 def _refused(reply: Json) -> RefusedError:
     kind = reply["kind"]
     if kind in ("model", "engine"):
@@ -183,7 +193,7 @@ class Collected:
         choice = place * self.n + reply["sample"]
         self.scores.setdefault(choice, []).extend(reply.get("scores", ()))
         if "answer" in reply:
-            self.answers[choice] = reply["answer"]
+            self.answers[choice] = _with_call_ids(reply["answer"])
         return choice
 
     def as_choice(self, choice: int) -> Choice:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from fastapi.exceptions import HTTPException
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from fastapi.exceptions import HTTPException, RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tunesmith.base.core.seeds import LARGEST_SEED
 from tunesmith.base.schema.records import Message
@@ -24,6 +24,7 @@ MOST_TOP = 20
 """Most likely tokens beside each drawn one at most."""
 
 MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 MAX_NAME = 200
 """Characters of `user` and `episode_id`."""
 
@@ -44,9 +45,23 @@ class RefusedError(HTTPException):
         self.param = param
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """A part of a message's content."""
+
     type: str
     text: str = ""
+
+
+Content = str | list[Part]
+
+
+def text_of(content: Content | None, param: str) -> str:
+    """The text of a message. Raises RefusedError, which names the field `param`, for parts that are no text."""
+    parts = [] if content is None else [Part(type="text", text=content)] if isinstance(content, str) else content
+    other = next((part.type for part in parts if part.type not in ("text", "input_text", "output_text")), None)
+    if other is not None:
+        raise RefusedError(400, f"a part of a message is {other!r}; the model reads text alone", param=param)
+    return "".join(part.text for part in parts)
 
 
 class _Function(BaseModel):
@@ -63,20 +78,16 @@ class ChatMessage(BaseModel):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: Content | None = None
     name: Name | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: Name | None = None
 
     def as_message(self) -> Message:
         """The message as a chat template takes it. Raises RefusedError for parts that are no text."""
-        parts = [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content or []
-        other = next((part.type for part in parts if part.type not in ("text", "input_text", "output_text")), None)
-        if other is not None:
-            raise RefusedError(400, f"a part of a message is {other!r}; the model reads text alone", param="messages")
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": "".join(part.text for part in parts),
+            "content": text_of(self.content, "messages"),
         }
         if self.tool_calls:
             message["tool_calls"] = [_call_of(call) for call in self.tool_calls]
@@ -114,9 +125,9 @@ class Sampled(BaseModel):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: Name | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=100)] | None = None
     return_token_ids: bool | None = None
@@ -125,13 +136,15 @@ class Sampled(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_texts(cls, given: Any) -> Any:
-        """Refuse what no database can hold: answers are stored with their prompts. A model may have drawn a NUL, which
-        JSON can hold.
+        """Refuse what no database and no response can hold: answers are stored with their prompts. A model may have
+        drawn a NUL, which JSON can hold.
         """
         try:
-            json.dumps(given, ensure_ascii=False, default=str).encode()
+            json.dumps(given, ensure_ascii=False, default=str, allow_nan=False).encode()
         except UnicodeEncodeError:
             raise ValueError("the request holds a lone surrogate, which is no character; remove it") from None
+        except ValueError:
+            raise ValueError("the request holds a number that is not finite, which JSON does not have") from None
         return given
 
     @property
@@ -171,7 +184,7 @@ class ChatRequest(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     compare: Literal[2] | None = None
@@ -199,6 +212,35 @@ class ChatRequest(Sampled):
         if self.logprobs:
             asked["num_top"] = self.top_logprobs or 0
         return asked
+
+
+def chat_of(body: Sampled, **more: Any) -> ChatRequest:
+    """The chat that a request of another API asks for: its sampling parameters, and the fields `more`. Raises
+    RequestValidationError.
+    """
+    given = body.model_dump(include=set(Sampled.model_fields), exclude_none=True)
+    given |= {name: value for name, value in more.items() if value is not None}
+    try:
+        return ChatRequest.model_validate(given)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+
+
+def result_of(call_id: str, content: str, messages: Sequence[Json]) -> Json:
+    """The message of what a tool returned, by the name of the tool that was called in `messages` under this id."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    name = next((call["function"]["name"] for call in reversed(calls) if call.get("id") == call_id), None)
+    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+
+
+def refuse(body: Sampled, offered: Mapping[str, Sequence[Any]]) -> None:
+    """Raise RefusedError if a request has a field of `offered` with another value than those that are named there."""
+    for name, values in offered.items():
+        given = getattr(body, name, None)
+        if given is not None and given not in values:
+            allowed = f"it can be {' or '.join(json.dumps(value) for value in values)}" if values else "leave it out"
+            shown = json.dumps(given, default=str)[:100]
+            raise RefusedError(400, f"{name} {shown} is not offered; {allowed}", param=name)
 
 
 class TextRequest(Sampled):
@@ -239,8 +281,8 @@ def _stops(given: str | list[str] | None) -> list[str] | None:
 
 
 def new_id(kind: str) -> str:
-    """A fresh id of a response."""
-    return f"{kind}-{secrets.token_hex(16)}"
+    """A fresh id that begins with `kind`."""
+    return f"{kind}{secrets.token_hex(16)}"
 
 
 def message_of(answer: Json) -> dict[str, Any]:
@@ -248,7 +290,7 @@ def message_of(answer: Json) -> dict[str, Any]:
     said = cast(Json, answer.get("message") or {"content": answer["text"]})
     calls = [
         {
-            "id": f"call_{secrets.token_hex(12)}",
+            "id": call["id"],
             "type": "function",
             "function": {
                 "name": call["function"]["name"],
@@ -261,6 +303,13 @@ def message_of(answer: Json) -> dict[str, Any]:
     if said.get("reasoning_content"):
         message["reasoning_content"] = said["reasoning_content"]
     return {**message, "refusal": None, **({"tool_calls": calls} if calls else {})}
+
+
+def parts_of(message: Json) -> list[tuple[str, Any]]:
+    """The kinds and contents of what a message consists of: `reasoning`, a `text`, and each `call`, in this order."""
+    calls = [("call", call) for call in message.get("tool_calls") or ()]
+    thought = [("reasoning", message["reasoning_content"])] if message.get("reasoning_content") else []
+    return [*thought, *([("text", message["content"] or "")] if message["content"] or not calls else []), *calls]
 
 
 def finish_of(answer: Json, message: Json) -> str:
@@ -276,14 +325,18 @@ def usage_of(prompt_ids: Sequence[int], answers: Iterable[Json]) -> dict[str, in
 
 def chat_scores(scores: Sequence[Json]) -> Json:
     """`logprobs` of a choice of a chat."""
+    return {"content": token_scores(scores), "refusal": None}
+
+
+def token_scores(scores: Sequence[Json]) -> list[Json]:
+    """Each token's log-prob, and those of the most likely ones."""
 
     def shown(given: Sequence[int], logp: float) -> dict[str, Any]:
         return {"token": _text(given), "logprob": logp, "bytes": list(given)}
 
-    content = [
+    return [
         {**shown(one["bytes"], one["logp"]), "top_logprobs": [shown(*other) for other in one["top"]]} for one in scores
     ]
-    return {"content": content, "refusal": None}
 
 
 def text_scores(scores: Sequence[Json], start: int = 0) -> Json:
@@ -306,11 +359,11 @@ def _text(given: Sequence[int]) -> str:
 
 
 def event(body: Json | str) -> str:
-    """One server-sent event of a stream."""
-    text = (
-        body if isinstance(body, str) else json.dumps(body, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    )
-    return f"data: {text}\n\n"
+    """One server-sent event of a stream, which is named by its `type` if it has one."""
+    if isinstance(body, str):
+        return f"data: {body}\n\n"
+    named = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{named}data: {json.dumps(body, ensure_ascii=True, allow_nan=False, separators=(',', ':'))}\n\n"
 
 
 def envelope(kind: str, id: str, model: str, version: int | None) -> dict[str, Any]:

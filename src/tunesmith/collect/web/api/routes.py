@@ -1,35 +1,36 @@
-"""Routes of the API: OpenAI's of models, chats and completions, vLLM's of token ids, and TensorZero's of feedback."""
+"""Routes of the API: OpenAI's of models, chats, completions and responses, Anthropic's of messages, vLLM's of token
+ids, and TensorZero's of feedback.
+"""
 
-import asyncio
 import json
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
-from functools import partial
-from typing import Annotated, Any, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from tunesmith.base.core.errors import StoreError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.inferences import Speaker, conversation_of
 from tunesmith.collect.store.records import Feedback, KeyUser, Rater
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api import keys, openai
-from tunesmith.collect.web.api.endpoint import Collected, Endpoint
-from tunesmith.collect.web.api.metrics import Metrics, Timer
+from tunesmith.collect.web.api.answering import Answering, Form, answered, whole
+from tunesmith.collect.web.api.anthropic import CountRequest, MessageForm, MessagesRequest
+from tunesmith.collect.web.api.endpoint import Endpoint
+from tunesmith.collect.web.api.metrics import Metrics
 from tunesmith.collect.web.api.openai import ChatRequest, Json, RefusedError, Sampled, TextRequest
-from tunesmith.collect.web.arena import Contestant
-from tunesmith.collect.web.services import Caller, Services, ServicesOf, error_body
+from tunesmith.collect.web.api.responses import ResponseForm, ResponsesRequest, continued
+from tunesmith.collect.web.services import Caller, Services, ServicesOf
 
 MAX_BODY = 8 * 1024 * 1024
 """Bytes of a conversation."""
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 FEEDBACK = "/v1/feedback"
 
 RULES: tuple[Rule, ...] = (
@@ -37,17 +38,16 @@ RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/metrics", "key"),
     Rule(("GET",), "/v1/models", "generate"),
     Rule(("GET",), "/v1/models/{name:path}", "generate"),
-    Rule(("POST",), CHAT, "generate", max_body=MAX_BODY),
-    Rule(("POST",), TEXT, "generate", max_body=MAX_BODY),
-    Rule(("POST",), GENERATE, "generate", max_body=MAX_BODY),
+    *(
+        Rule(("POST",), path, "generate", max_body=MAX_BODY)
+        for path in (CHAT, TEXT, RESPONSES, MESSAGES, COUNT, GENERATE)
+    ),
     Rule(("GET", "POST"), FEEDBACK, "feedback", max_body=MAX_BODY),
     *keys.RULES,
 )
 """Rules of the API, for the guard's table."""
 
 _MOST_FEEDBACK = 1000
-
-T = TypeVar("T")
 
 
 class GenerateSampling(Sampled):
@@ -94,8 +94,11 @@ class FeedbackRequest(BaseModel):
 
 def routers(endpoint: Endpoint) -> list[APIRouter]:
     """The routers of models and metrics, of answers, of feedback, and of keys."""
-    metrics = Metrics(endpoint)
-    return [_models(endpoint, metrics), _answers(endpoint, metrics), _feedback(metrics), keys.router()]
+    metrics, limited = Metrics(endpoint), Depends(keys.Limits().check)
+    answers = APIRouter(tags=["API"], dependencies=[limited])
+    _add_answers(answers, endpoint, metrics)
+    _add_other_forms(answers, endpoint, metrics)
+    return [_models(endpoint, metrics), answers, _feedback(metrics), keys.router()]
 
 
 def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
@@ -131,22 +134,12 @@ def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
     return routes
 
 
-def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
-    routes = APIRouter(tags=["API"], dependencies=[Depends(keys.Limits().check)])
-
+def _add_answers(routes: APIRouter, endpoint: Endpoint, metrics: Metrics) -> None:
     @routes.post(CHAT)
     async def chat(request: HttpRequest, body: ChatRequest, caller: Caller, services: ServicesOf) -> Response:
         """Answer a conversation, whole or as a stream."""
-        said = tuple(message.as_message() for message in body.messages)
-        conversation = _conversation(caller, body, said)
-        speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model, conversation)]
-        if body.compare and (body.n or 1) > 1:
-            raise RefusedError(400, "compare gives two answers; leave n out", param="n")
-        if body.compare and speakers[0] == speakers[1]:  # two requests with the same seed would be the same answer
-            body, speakers = body.model_copy(update={"n": 2}), speakers[:1]
-        asked = [{"model": one.model, "as_text": one.as_text, **body.asked(one.sampling)} for one in speakers]
-        answering = Answering(endpoint, metrics, services, caller, body, speakers, asked)
-        return await _answered(request, answering, ChatForm(answering))
+        answering = _chat(endpoint, metrics, services, caller, body)
+        return await answered(request, answering, ChatForm(answering))
 
     @routes.post(TEXT)
     async def complete(request: HttpRequest, body: TextRequest, caller: Caller, services: ServicesOf) -> Response:
@@ -155,7 +148,7 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
         speaker = endpoint.model(body.model, _conversation(caller, body, json.dumps(prompts[0])))
         asked = [{"model": speaker.model, **body.asked(speaker.sampling), **prompt} for prompt in prompts]
         answering = Answering(endpoint, metrics, services, caller, body, [speaker] * len(prompts), asked)
-        return await _answered(request, answering, TextForm(answering))
+        return await answered(request, answering, TextForm(answering))
 
     @routes.post(GENERATE)
     async def generate(request: HttpRequest, body: GenerateRequest, caller: Caller, services: ServicesOf) -> Response:
@@ -166,9 +159,48 @@ def _answers(endpoint: Endpoint, metrics: Metrics) -> APIRouter:
         speaker = endpoint.model(body.model, _conversation(caller, sampled, json.dumps(body.token_ids)))
         one = {"model": speaker.model, **sampled.asked(speaker.sampling), "token_ids": body.token_ids}
         answering = Answering(endpoint, metrics, services, caller, sampled, [speaker], [one], model=body.model)
-        return await _whole(request, answering, TokenForm(answering))
+        return await whole(request, answering, TokenForm(answering).whole)
 
-    return routes
+
+def _add_other_forms(routes: APIRouter, endpoint: Endpoint, metrics: Metrics) -> None:
+    @routes.post(RESPONSES)
+    async def respond(request: HttpRequest, body: ResponsesRequest, caller: Caller, services: ServicesOf) -> Response:
+        """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream."""
+        before: list[Json] = []
+        if body.previous_response_id is not None:
+            name, speaker = body.previous_response_id, _speaker(caller)
+            found = await run_in_threadpool(services.votes.reader.inference, name)
+            is_theirs = found is not None and speaker.may_see(found.rater_id, found.user)
+            before = continued(found if is_theirs else None)
+        answering = _chat(endpoint, metrics, services, caller, body.as_chat(before))
+        return await answered(request, answering, ResponseForm(answering, body))
+
+    @routes.post(MESSAGES)
+    async def message(request: HttpRequest, body: MessagesRequest, caller: Caller, services: ServicesOf) -> Response:
+        """Answer a conversation in the form of Anthropic's Messages API, whole or as a stream."""
+        answering = _chat(endpoint, metrics, services, caller, body.as_chat())
+        return await answered(request, answering, MessageForm(answering))
+
+    @routes.post(COUNT)
+    async def count(body: CountRequest, caller: Caller, services: ServicesOf) -> Json:
+        """The number of tokens that the model would read."""
+        answering = _chat(endpoint, metrics, services, caller, body.as_chat())
+        async with aclosing(endpoint.draw([{**one, "n": 0} for one in answering.asked])) as replies:
+            numbers = [len(reply["begun"]["prompt_ids"]) async for _, reply in replies]
+        return {"input_tokens": sum(numbers)}
+
+
+def _chat(endpoint: Endpoint, metrics: Metrics, services: Services, caller: Rater, body: ChatRequest) -> Answering:
+    """A conversation that is to be answered. Raises RefusedError."""
+    said = tuple(message.as_message() for message in body.messages)
+    conversation = _conversation(caller, body, said)
+    speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model, conversation)]
+    if body.compare and (body.n or 1) > 1:
+        raise RefusedError(400, "compare gives two answers; leave n out", param="n")
+    if body.compare and speakers[0] == speakers[1]:  # two requests with the same seed would be the same answer
+        body, speakers = body.model_copy(update={"n": 2}), speakers[:1]
+    asked = [{"model": one.model, "as_text": one.as_text, **body.asked(one.sampling)} for one in speakers]
+    return Answering(endpoint, metrics, services, caller, body, speakers, asked)
 
 
 def _conversation(caller: Rater, body: Sampled, prompt: Text) -> str:
@@ -221,87 +253,11 @@ def _speaker(caller: Rater) -> Speaker:
     return Speaker(caller.id, caller.user if isinstance(caller, KeyUser) else None)
 
 
-class Answering:
-    """A request of the API while it is answered: what is asked of each of `speakers`, and what has come."""
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        metrics: Metrics,
-        services: Services,
-        caller: Rater,
-        body: Sampled,
-        speakers: list[Contestant],
-        asked: list[dict[str, Any]],
-        *,
-        model: str = "",
-    ) -> None:
-        self.body = body
-        self.model = body.model or model or endpoint.alias
-        self.is_compared = len({one.name for one in speakers}) > 1
-        self.version = None if self.is_compared else speakers[0].version
-        self.collected = Collected(speakers, body.n or 1)
-        self.asked = asked
-        self._endpoint = endpoint
-        self._metrics = metrics
-        self._services = services
-        self._caller = caller
-        self._user = keys.user_for(caller, body.user)
-
-    async def replies(self) -> AsyncGenerator[tuple[int, Json]]:
-        """The number of a choice and a reply, as they come; each is collected."""
-        with self._metrics.request() as timer:
-            async with self._charged(timer), aclosing(self._endpoint.draw(self.asked)) as replies:
-                async for place, reply in replies:
-                    choice = self.collected.note(place, reply)
-                    timer.note(reply)
-                    yield choice, reply
-
-    @asynccontextmanager
-    async def _charged(self, timer: Timer) -> AsyncGenerator[None]:
-        """Charge the key with the tokens of this block, also if its client goes."""
-        try:
-            yield
-        finally:
-            charge = partial(self._services.votes.charge, self._caller.id, timer.num_tokens)
-            # Goes on when the waiting for it is cancelled.
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, charge))
-
-    async def keep(self, id: str, groups: list[list[int]]) -> None:
-        """Store the answers, so that feedback finds them: those of `groups` of requests, each under an id of its own.
-
-        That of the first is `id`, of the others `id.1` and so on.
-        """
-        asked = self.asked[0]
-        options = {**asked["sampling"], **({"tools": asked["tools"]} if "tools" in asked else {})}
-        for number, places in enumerate(groups):
-            kept = self.collected.kept(
-                places,
-                name=f"{id}.{number}" if number else id,
-                rater_id=self._caller.id,
-                model=self.model,
-                options=options,
-                user=self._user,
-                episode=self.body.episode_id or "",
-                created_at=time.time(),
-            )
-            await run_in_threadpool(self._services.votes.record, kept)
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """Numbers of tokens."""
-        prompts = self.collected.prompts.values()
-        ids = [token for one in prompts for token in one["prompt_ids"]]
-        return openai.usage_of(ids, self.collected.answers.values())
-
-
-class ChatForm:
+class ChatForm(Form):
     """Answers of a chat in OpenAI's form."""
 
     def __init__(self, answering: Answering) -> None:
-        self._answering = answering
-        self._id = openai.new_id("chatcmpl")
-        self._holds_text = any("tools" in one for one in answering.asked)  # which may be a call
+        super().__init__(answering, "chatcmpl-")
 
     async def whole(self) -> Json:
         """The response, once all answers have come and are stored."""
@@ -326,7 +282,7 @@ class ChatForm:
         for number in range(len(answering.asked) * answering.collected.n):
             yield {**self._event(number, {"role": "assistant", "content": ""}), **self._prompt_ids()}
         async for number, reply in replies:
-            if "begun" not in reply and not self._holds_text:
+            if "begun" not in reply and not answering.holds_text:
                 text, scores = reply.get("text", ""), reply.get("scores")
                 ids = self._ids(reply)
                 if text or scores or ids:
@@ -334,9 +290,10 @@ class ChatForm:
         await answering.keep(self._id, [list(range(len(answering.asked)))])
         for number, answer in sorted(answering.collected.answers.items()):
             message = openai.message_of(answer)
-            if self._holds_text:
+            if answering.holds_text:
                 scores = answering.collected.scores.get(number)
-                yield self._event(number, {"content": message["content"]}, scores=scores, **self._ids(answer))
+                said = {name: message[name] for name in ("reasoning_content", "content") if name in message}
+                yield self._event(number, said, scores=scores, **self._ids(answer))
             if calls := message.get("tool_calls"):
                 yield self._event(number, {"tool_calls": [{"index": place, **one} for place, one in enumerate(calls)]})
             yield self._event(number, {}, openai.finish_of(answer, message))
@@ -362,12 +319,11 @@ class ChatForm:
         return openai.envelope(kind, self._id, self._answering.model, self._answering.version)
 
 
-class TextForm:
+class TextForm(Form):
     """Continuations of texts in OpenAI's form."""
 
     def __init__(self, answering: Answering) -> None:
-        self._answering = answering
-        self._id = openai.new_id("cmpl")
+        super().__init__(answering, "cmpl-")
         self._lengths: dict[int, int] = {}
 
     async def whole(self) -> Json:
@@ -421,7 +377,7 @@ class TokenForm:
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
-        self._id = openai.new_id("generate")
+        self._id = openai.new_id("generate-")
 
     async def whole(self) -> Json:
         """The response, once all answers have come and are stored."""
@@ -442,56 +398,3 @@ class TokenForm:
             for number, answer in sorted(collected.answers.items())
         ]
         return {"request_id": self._id, "prompt_token_ids": collected.prompts[0]["prompt_ids"], "choices": choices}
-
-
-async def _whole(request: HttpRequest, answering: Answering, form: ChatForm | TextForm | TokenForm) -> Response:
-    """The response, once everything is drawn, which ends when the client goes."""
-
-    async def whole() -> Json:
-        async with aclosing(answering.replies()) as replies:
-            async for _ in replies:
-                pass
-        return await form.whole()
-
-    return JSONResponse(await _while_connected(request, whole))
-
-
-async def _answered(request: HttpRequest, answering: Answering, form: ChatForm | TextForm) -> Response:
-    """The response, whole or as a stream. Whatever is drawn ends when the client goes."""
-    if not answering.body.stream:
-        return await _whole(request, answering, form)
-    replies = answering.replies()
-    await anext(replies)  # what cannot be answered is refused by a status, and not in a stream
-
-    async def texts() -> AsyncGenerator[str]:
-        try:
-            async with aclosing(replies):
-                async for one in form.events(replies):
-                    yield openai.event(one)
-            yield openai.event("[DONE]")
-        except RefusedError as error:  # the engine failed in the middle
-            yield openai.event(error_body(error.status_code, error.detail, error.code, error.param))
-        except StoreError as error:  # the answer cannot be stored, so that no feedback would find it
-            yield openai.event(error_body(503, str(error)))
-
-    return StreamingResponse(texts(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
-
-
-async def _while_connected(request: HttpRequest, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of `work()`, which is cancelled if the client goes."""
-    task = asyncio.create_task(work())
-    gone = asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise RefusedError(499, "the client went away")
-        return task.result()
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-
-
-async def _gone(request: HttpRequest) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
