@@ -305,7 +305,7 @@ class Inference:
     """A request of the endpoint and its answers. `name` is the id that the client got, `rater_id` the key that asked.
 
     `prompt` is what the model read. `user` and `episode` are what the key's owner calls the person who asked, and the
-    conversation. `options` are the sampling parameters, and `tools` if there were any.
+    conversation. `options` are the sampling parameters, and `tools` if there were any. `id` counts what is stored.
     """
 
     name: str
@@ -318,6 +318,7 @@ class Inference:
     user: str = ""
     episode: str = ""
     created_at: float = 0.0
+    id: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
