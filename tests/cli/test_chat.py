@@ -4,15 +4,18 @@ import io
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from server_parts import Server
 from tunesmith import train
-from tunesmith.apps.cli.chat import Speaker
+from tunesmith.apps.cli.chat import Remote, Speaker
 from tunesmith.apps.cli.main import main
 from tunesmith.base.config.sections import EnvironmentSection
 from tunesmith.base.core.errors import InputError
+from tunesmith.collect.store.vote_reader import VoteReader
 from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.models.tokenizer import encode_prompt
@@ -265,3 +268,64 @@ def test_a_stop_text_ends_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     whole = say()
     stop = whole[8]
     assert say("--stop", stop) == whole.partition(stop)[0].strip()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("served"), ("--openai", "tiny:llama")).start()
+    yield made
+    made.kill()
+
+
+def test_a_server_answers_in_pieces_and_hears_what_was_said_before(server: Server) -> None:
+    asked, pieces = Speaker("served", Remote(f"{server.url}/v1/", server.facts["key"]), has_template=True), []
+    answer = asked.answer("hello", SamplingParams(30, seed=1), pieces.append)
+    assert len([piece for piece in pieces if piece]) > 1 and "".join(pieces) == answer.text
+    asked.answer("again", SamplingParams(5, seed=1, stop_strings=("x",), min_p=0.1, repetition_penalty=1.1))
+    with VoteReader.open(server.folder / "votes.db") as store:
+        first, second = store.inferences_after(0)
+    assert first.choices[0].text == answer.text.replace("\x00", "\ufffd")  # which no database can hold
+    assert [message["content"] for message in second.prompt] == ["hello", answer.text, "again"]
+    assert (second.options["min_p"], second.options["stop_strings"]) == (0.1, ["x"])
+
+
+def test_the_command_talks_to_a_server_with_the_key_of_the_environment(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", server.facts["key"])
+    words = ["chat", server.url, "--seed", "3", "--max-new-tokens", "10"]
+    said = []
+    for _ in range(2):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        assert main(words) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and said[0].strip()
+
+
+@pytest.mark.parametrize(
+    ("address", "flags", "message"),
+    [
+        ("{url}", ["--key", "sk-wrong"], "answers 401"),
+        ("http://127.0.0.1:1", [], "cannot be asked"),
+        ("http://127.0.0.1:port", [], "cannot be asked"),
+        ("no/such/model", ["--key", "sk-1"], "--key is for a server"),
+        ("{url}", ["--key", "sk-\u20ac"], "cannot be asked"),
+        ("http://", [], "names no server"),
+        ("{url}", ["--key", "{key}", "--tools", "calculator"], "tools are called by a model that is loaded here"),
+    ],
+)
+def test_a_server_that_cannot_be_talked_to_is_an_error(
+    address: str, flags: list[str], message: str, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word.format(url=server.url, key=server.facts["key"]) for word in (address, *flags)]
+    assert main(["chat", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_a_server_refuses_is_told_and_the_conversation_goes_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'long ' * 9000}\nhello\n"))
+    assert main(["chat", server.url, "--key", server.facts["key"], "--seed", "3", "--max-new-tokens", "10"]) == 0
+    shown = capsys.readouterr()
+    assert "answers 400" in shown.err and "context" in shown.err and shown.out.strip()

@@ -1,6 +1,8 @@
 """What README and docs print works: Python blocks run, commands exist with their flags, dry runs succeed."""
 
+import glob
 import io
+import json
 import os
 import re
 import shutil
@@ -11,14 +13,18 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from foreign_rows import FILES
 
 from pages import PAGES, ROOT, Block, all_blocks, blocks
-from server_parts import Server
+from server_parts import Client, Server
 from tunesmith.apps.cli.main import main
 from tunesmith.base.config.keys import leaves
 from tunesmith.base.config.schema import RECIPES
 
-API = ROOT / "docs" / "api.md"
+SERVED = [ROOT / "docs" / name for name in ("api.md", "your_app.md")]
+"""Pages whose blocks ask the API."""
+IMPORT = ROOT / "docs" / "open_webui.md"
+"""A page whose commands are one sequence: each reads what the ones before it wrote."""
 PROGRAMS = {"sh": ("bash", "-euo", "pipefail"), "typescript": ("node", "--input-type=module")}
 """What runs a block from its stdin. The TypeScript of the pages has no types of its own, so it is JavaScript too."""
 
@@ -29,7 +35,10 @@ UNINSTALLED = {block.where for block in all_blocks("console") if block.value.sta
 TRAIN = [
     (where, words)
     for where, words in TUNESMITH
-    if words[0] == "train" and "--help" not in words and where not in UNINSTALLED
+    if words[0] == "train"
+    and "--help" not in words
+    and where not in UNINSTALLED
+    and not where.startswith(str(IMPORT.relative_to(ROOT)))
 ]
 
 
@@ -63,8 +72,8 @@ def runnable(page: Path) -> list[Block]:
 
 @contextmanager
 def serving(page: Path, folder: Path, model: str) -> Iterator[None]:
-    """With the server of the page of the API, in the variables that its blocks read; nothing for another page."""
-    if page != API:
+    """With a server of the API, in the variables that blocks of its pages read; nothing for another page."""
+    if page not in SERVED:
         yield
         return
     server = Server(folder / "app", ("--openai", model)).start()
@@ -84,10 +93,11 @@ def test_python_blocks_run_in_the_order_of_their_page(page: Path, in_folder: Pat
         execute([block.replaced() for block in runnable(page)])
 
 
-def test_the_api_answers_the_shell_and_typescript_of_its_page(in_folder: Path):
-    found = [block for block in blocks(API) if block.language in PROGRAMS]
+@pytest.mark.parametrize("page", SERVED, ids=page_id)
+def test_the_api_answers_the_shell_and_typescript_of_its_pages(page: Path, in_folder: Path):
+    found = [block for block in blocks(page) if block.language in PROGRAMS]
     assert {block.language for block in found} == set(PROGRAMS)
-    with serving(API, in_folder, "tiny:llama"):
+    with serving(page, in_folder, "tiny:llama"):
         for block in found:
             program = PROGRAMS[block.language]
             if shutil.which(program[0]) is None and "CI" not in os.environ:
@@ -95,6 +105,44 @@ def test_the_api_answers_the_shell_and_typescript_of_its_page(in_folder: Path):
             done = subprocess.run(program, input=block.text, capture_output=True, text=True, timeout=500, check=False)
             assert done.returncode == 0, f"{block.where}: {done.stderr}"
             assert done.stdout.strip()
+
+
+def feedback_of_open_webui() -> list[dict[str, object]]:
+    """An export by Open WebUI's documented schema, of 24 votes in its arena and 24 thumbs."""
+    rows: list[dict[str, object]] = []
+    for number in range(24):
+        for row in FILES["open-webui"]:
+            text = json.dumps(row).replace("Name a colour.", f"Name colour {number}")
+            rows.append({**json.loads(text), "id": f"{row['id']} {number}"})
+    return rows
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_the_commands_from_open_webui_to_a_better_model_run_in_their_order(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_files(IMPORT, in_folder)
+    (in_folder / "feedback.json").write_text(json.dumps(feedback_of_open_webui()))
+    *commands, serve = (words for where, words in TUNESMITH if where.startswith(str(IMPORT.relative_to(ROOT))))
+    for words in commands:
+        assert main([name for word in words for name in glob.glob(word) or [word]]) == 0, words
+    printed = capsys.readouterr().out
+    for block in blocks(IMPORT):
+        if block.language == "console":
+            assert all(line in printed for line in block.text.splitlines() if not line.startswith("$ ")), block.where
+    assert main([*commands[1], "--json"]) == 0  # the same file again
+    again = json.loads(capsys.readouterr().out)
+    assert (again["num_new"], again["num_feedback"]) == (0, 0)
+    (run,) = glob.glob(serve[2])
+    assert serve == ["serve", "--openai", serve[2], "--dir", "app"]
+    server = Server(in_folder / "app", ("--openai", run)).start()
+    try:
+        key = Client(server.url, server.facts["key"])
+        assert key.send("GET", "/v1/models").json["data"][0]["id"] == Path(run).name
+        asked = {"messages": [{"role": "user", "content": "Name an animal."}], "max_tokens": 4}
+        assert key.send("POST", "/v1/chat/completions", asked).json["usage"]["completion_tokens"]
+    finally:
+        server.kill()
 
 
 @pytest.mark.slow

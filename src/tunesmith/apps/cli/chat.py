@@ -1,10 +1,15 @@
-"""`tunesmith chat`: talk to a run or a model, optionally side by side with another one."""
+"""`tunesmith chat`: talk to a run, a model or a server, optionally side by side with another one."""
 
+import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 from tunesmith.apps.cli.options import (
     EnvironmentFlags,
@@ -24,27 +29,32 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tunesmith.base.config.sections import EnvironmentSection
-    from tunesmith.base.schema.records import Message
-    from tunesmith.engine.batch.rollout import SamplingParams
-    from tunesmith.engine.rollout.engine import Engine
+    from tunesmith.base.schema.records import Message, Prompt
+    from tunesmith.engine.batch.rollout import Group, SamplingParams
+    from tunesmith.engine.rollout.engine import Engine, OnText
     from tunesmith.learn.environments.chat import Partner
     from tunesmith.learn.environments.episodes import Open
 
 _BASE = "base"
 _COMMANDS = "/reset begins anew, /quit or Ctrl-D ends"
+_KEY = "OPENAI_API_KEY"
+_TIMEOUT_S = 120.0
+"""Seconds without a piece of an answer after which a server is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingFlags, EnvironmentFlags):
     """Talk to a run or a model. With --against, two of them answer side by side; `base` is what the run started from.
+    An address such as http://localhost:8000 is a server with OpenAI's API, as `tunesmith serve --openai` is one.
 
     A model without a chat template continues each line that you type. Lines may also come from a pipe. Ctrl-C cuts
     the current answer short, or leaves a call that runs. Calls of --tools are made and shown; a run that was trained
     with tools has them. Settings of the environment are flags too: --environment.timeout-s 5.
     """
 
-    model: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", "RUN")]
+    model: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2, address.", "RUN")]
     against: Annotated[str | None, flag("base, or another model.", "ID")] = None
+    key: Annotated[str | None, flag(f"Key of the server; without it, that in {_KEY}.", "KEY")] = None
     no_tools: Annotated[bool, flag("Leave out the tools that the run was trained with.")] = False
     max_new_tokens: Annotated[int, flag("Limit of an answer, or of a turn.", "N")] = 128
     seed: Annotated[int | None, flag("Same seed and lines, same answers.", "N")] = None
@@ -59,12 +69,62 @@ class Answer:
     is_cut: bool = False
 
 
+class Remote:
+    """The first model of a server with OpenAI's API at `address`, which answers as an engine does."""
+
+    def __init__(self, address: str, key: str) -> None:
+        parts = urlsplit(address)
+        if not parts.hostname:
+            raise InputError(f"{address} names no server; give one such as http://localhost:8000")
+        self._address, self._place, self._key = address, parts, key.strip()
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        said = b"".join(self._lines("GET", "/models"))
+        try:
+            self._model: str = json.loads(said)["data"][0]["id"]
+        except (json.JSONDecodeError, LookupError, TypeError):
+            raise RunError(f"{address} lists no model; is it a server with OpenAI's API?") from None
+
+    def generate(
+        self, prompts: "Sequence[Prompt]", n: int, sampling: "SamplingParams", *, on_text: "OnText"
+    ) -> "list[Group]":
+        """Hand the answer to a conversation to `on_text` as it comes. Raises RunError if the server gives none."""
+        settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+        settings |= {"stop": list(sampling.stop_strings) or None, "min_p": sampling.min_p or None}
+        settings |= {"repetition_penalty": None if sampling.repetition_penalty == 1 else sampling.repetition_penalty}
+        body: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        body |= {"model": self._model, "max_tokens": sampling.max_new_tokens, "stream": True}
+        body["messages"] = prompts[0].content
+        with closing(self._lines("POST", "/chat/completions", body)) as lines:
+            events = (line[5:].strip() for line in lines if line.startswith(b"data:"))
+            for event in (json.loads(one) for one in events if one != b"[DONE]"):
+                if "error" in event:
+                    raise RunError(f"{self._address}: {event['error']['message']}")
+                on_text(0, 0, "".join(choice["delta"].get("content") or "" for choice in event["choices"]))
+        return []
+
+    def _lines(self, method: str, path: str, body: object = None) -> Generator[bytes]:
+        """The lines of a response as they come. To close it ends what is drawn."""
+        kind = HTTPSConnection if self._place.scheme == "https" else HTTPConnection
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        try:
+            with closing(kind(self._place.netloc.rpartition("@")[2], timeout=_TIMEOUT_S)) as connection:
+                connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    said = response.read(1000).decode(errors="replace")
+                    told = f"; give its key by --key, or in {_KEY}" if response.status == 401 else ""
+                    raise RunError(f"{self._address} answers {response.status}: {said}{told}")
+                yield from response
+        except (OSError, HTTPException, UnicodeError) as error:
+            raise RunError(f"{self._address} cannot be asked: {error}; is the server running?") from error
+
+
 @dataclass(slots=True)
 class Speaker:
     """One model in the conversation, with what was said so far from its side."""
 
     name: str
-    engine: "Engine"
+    engine: "Engine | Remote"
     has_template: bool
     history: list["Message"] = field(default_factory=list["Message"])
     partner: "Partner | None" = None
@@ -154,6 +214,8 @@ def chat(words: Sequence[str]) -> None:
     names = [options.model]
     if options.against:
         names.append(base_of(Path(options.model).expanduser()) if options.against == _BASE else options.against)
+    if options.key is not None and not any(map(_is_address, names)):
+        raise InputError("--key is for a server, and none is named; give its address, such as http://localhost:8000")
     console = Console(highlight=False, markup=False, emoji=False)
     if section is None and not options.no_tools:
         section = _trained_with(Path(options.model).expanduser())
@@ -243,6 +305,14 @@ def _load(
     keep_freed_memory()
     speakers: list[Speaker] = []
     for name in names:
+        if _is_address(name):
+            if open_episode is not None:
+                raise InputError(
+                    f"{name} is a server, but tools are called by a model that is loaded here; leave them out"
+                )
+            key = os.environ.get(_KEY, "") if options.key is None else options.key
+            speakers.append(Speaker(name, Remote(name, key), has_template=True))
+            continue
         loaded = load_policy(ModelSection(name=name, trust_remote_code=options.trust_remote_code))
         has_template = bool(loaded.tokenizer.chat_template)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         engine = open_engine(loaded.model, loaded.tokenizer, backend=options.backend)
@@ -251,6 +321,10 @@ def _load(
             speaker.partner = Partner(open_episode, loaded.tokenizer, section)
         speakers.append(speaker)
     return speakers
+
+
+def _is_address(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
 
 
 def _sampling(options: ChatOptions, turn: int) -> "SamplingParams":

@@ -112,6 +112,12 @@ def load_all(connection: Connection, names: Iterable[str]) -> list[Inference]:
     return found
 
 
+def requests_after(connection: Connection, cursor: int, limit: int) -> list[Inference]:
+    """At most `limit` requests with an id above `cursor`, in the order in which they were answered."""
+    query = select(inferences).where(inferences.c.id > cursor).order_by(inferences.c.id).limit(limit)
+    return _whole(connection, connection.execute(query).all())
+
+
 def _whole(connection: Connection, rows: Sequence[Any]) -> list[Inference]:
     """The requests of these rows with their answers."""
     choices: dict[int, list[Choice]] = {row.id: [] for row in rows}
@@ -140,6 +146,7 @@ def _whole(connection: Connection, rows: Sequence[Any]) -> list[Inference]:
             user=row.user,
             episode=row.episode,
             created_at=row.created_at,
+            id=row.id,
         )
         for row in rows
     ]

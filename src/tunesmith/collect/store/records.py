@@ -306,7 +306,7 @@ class Inference:
 
     `prompt` is what the model read. `user` and `episode` are what the key's owner calls the person who asked, and the
     conversation. `options` are the sampling parameters, `tools` if there were any, and of a response that another one
-    can go on from the `conversation`, messages as they were sent.
+    can go on from the `conversation`, messages as they were sent. `id` counts what is stored.
     """
 
     name: str
@@ -319,6 +319,7 @@ class Inference:
     user: str = ""
     episode: str = ""
     created_at: float = 0.0
+    id: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,6 +143,10 @@ class VoteReader(ReadOnlyDatabase):
         """The requests of these names that there are, by name, each with its answers."""
         return {one.name: one for one in self.read(lambda c: inferences.load_all(c, names), [])}
 
+    def inferences_after(self, cursor: int, limit: int = _PAGE) -> list[Inference]:
+        """At most `limit` requests of the API with an id above `cursor`, in order, each with its answers."""
+        return self.read(lambda c: inferences.requests_after(c, cursor, limit), [])
+
     def feedback_after(self, cursor: int, limit: int = _PAGE) -> list[StoredFeedback]:
         """At most `limit` revisions of feedback with an id above `cursor`, in order."""
         return self.read(lambda c: inferences.after(c, cursor, limit), [])

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tunesmith.base.config.algorithms.live import LiveFeedbackSection
 from tunesmith.base.schema.records import Prompt
@@ -101,26 +101,44 @@ class FeedbackMemory(Remembered[LabelledAnswer]):
         value = said.value
         if not isinstance(value, bool | int | float) or request is None:
             return None
-        choice = request.choices[said.choice]
-        num_tokens = len(request.prompt_ids) + len(choice.token_ids)
-        if choice.weight_version is None or not choice.token_ids or num_tokens > self.max_tokens:
-            return None
         threshold = self.section.grade_threshold
-        return LabelledAnswer(
-            feedback_id=said.id,
-            key_id=request.rater_id,
-            conversation=conversation_of(request.rater_id, request.episode, request.user, request.prompt),
-            prompt=Prompt(request.name, request.prompt, token_ids=request.prompt_ids),
-            answer=Answer(request.prompt_ids, choice.token_ids),
-            text=choice.text,
-            metric=said.metric,
-            value=float(value),
-            is_wanted=bool(value) if isinstance(value, bool) or threshold is None else value >= threshold,
-            version=choice.weight_version,
-            drawn_logp=sum(choice.drawn_logps),
-            asked_at=request.created_at,
-            created_at=said.created_at,
-        )
+        is_wanted = bool(value) if isinstance(value, bool) or threshold is None else value >= threshold
+        label = answer_of(request, said.choice, self.max_tokens)
+        if label is None:
+            return None
+        facts = {"metric": said.metric, "value": float(value), "is_wanted": is_wanted, "created_at": said.created_at}
+        return replace(label, feedback_id=said.id, **facts)
+
+    def is_wanted(self, name: str) -> bool | None:
+        """What was said last of the first answer to the request of this name; None if nothing counts."""
+        feedback_id, _ = self._label_of.get((name, 0), (0, ""))
+        label = self.fresh.get(feedback_id) or self.learnt.get(feedback_id)
+        return None if label is None else label.is_wanted
+
+
+def answer_of(request: Inference, place: int, max_tokens: int) -> LabelledAnswer | None:
+    """An answer to `request` of which nothing is said yet; None if there is nothing to learn from: it is of no version,
+    without tokens, or has more than `max_tokens` with its prompt.
+    """
+    choice = request.choices[place]
+    num_tokens = len(request.prompt_ids) + len(choice.token_ids)
+    if choice.weight_version is None or not choice.token_ids or num_tokens > max_tokens:
+        return None
+    return LabelledAnswer(
+        feedback_id=0,
+        key_id=request.rater_id,
+        conversation=conversation_of(request.rater_id, request.episode, request.user, request.prompt),
+        prompt=Prompt(request.name, request.prompt, token_ids=request.prompt_ids),
+        answer=Answer(request.prompt_ids, choice.token_ids),
+        text=choice.text,
+        metric="",
+        value=0.0,
+        is_wanted=False,
+        version=choice.weight_version,
+        drawn_logp=sum(choice.drawn_logps),
+        asked_at=request.created_at,
+        created_at=request.created_at,
+    )
 
 
 def with_pairs(
@@ -143,7 +161,7 @@ def with_pairs(
     for question, group in groups.items():
         ordered = sorted(group, key=lambda one: (one.value, one.feedback_id))
         while len(ordered) > 1 and _differ(ordered[-1], ordered[0]):
-            pairs.append(_pair(ordered.pop(), ordered.pop(0)))
+            pairs.append(pair_of(ordered.pop(), ordered.pop(0)))
         free = sorted(partners[question], key=lambda one: one.feedback_id)
         for label in ordered:
             best = max(free, key=lambda one: abs(one.value - label.value), default=None)
@@ -151,7 +169,7 @@ def with_pairs(
                 single.append(label)
                 continue
             free.remove(best)
-            pairs.append(_pair(*sorted((best, label), key=lambda one: -one.value)))
+            pairs.append(pair_of(*sorted((best, label), key=lambda one: -one.value)))
     return pairs, single
 
 
@@ -163,7 +181,8 @@ def _differ(first: LabelledAnswer, second: LabelledAnswer) -> bool:
     return first.value != second.value and first.answer != second.answer
 
 
-def _pair(better: LabelledAnswer, worse: LabelledAnswer) -> VotedPair:
+def pair_of(better: LabelledAnswer, worse: LabelledAnswer) -> VotedPair:
+    """Two answers to one prompt as a vote that the first is better."""
     return VotedPair(
         vote_id=-max(better.feedback_id, worse.feedback_id),  # ids of votes are positive
         prompt=better.prompt,

@@ -33,6 +33,7 @@ from tunesmith.learn.live.canary import decide, trial_of
 from tunesmith.learn.live.feedback import FeedbackMemory, LabelledAnswer, with_pairs
 from tunesmith.learn.live.folder import LiveFolder, open_folder
 from tunesmith.learn.live.offers import Offers, Rollout
+from tunesmith.learn.live.regenerated import RegeneratedMemory
 from tunesmith.learn.live.reward import RewardUpdate
 from tunesmith.learn.live.timing import announce_update
 from tunesmith.learn.live.versions import CheckResult, Position, Versions, check
@@ -91,6 +92,7 @@ class Loop:
     offers: Offers
     memory: VoteMemory
     feedback: FeedbackMemory
+    regenerated: RegeneratedMemory
     folder: LiveFolder
     versions: Versions
     stop: StopRequest
@@ -119,6 +121,7 @@ class Loop:
                 self.memory.add([vote], learnt=vote.id not in fresh)
             cursor = page[-1].id if page else last
         self.read_feedback(0, self.position.feedback_cursor, self.position.fresh_feedback)
+        self.read_requests(0, self.position.request_cursor, self.position.fresh_regenerated)
         self.job = self.folder.runs.start_job("train", {"serving": self.position.serving})
         self.start = self.folder.runs.num_jobs("train")
         if self.cfg.live.update != "dpo":
@@ -155,6 +158,7 @@ class Loop:
                 self.versions.update_win_rates(sources, list(self.memory.heldout.values()))
                 position.vote_cursor = page[-1].id
             position.feedback_cursor = self.read_feedback(position.feedback_cursor)
+            position.request_cursor = self.read_requests(position.request_cursor)
             commands = votes.commands_after(position.command_cursor, 1)
         except StoreError as error:
             self.once.warning(f"votes cannot be read: {error}")
@@ -174,6 +178,22 @@ class Loop:
             said = [one for one in page if last is None or one.id <= last]
             requests = self.folder.votes.inferences(one.inference for one in said if self.feedback.counts(one))
             self.feedback.add(said, requests, fresh=fresh)
+        return cursor
+
+    def read_requests(self, cursor: int, last: int | None = None, fresh: Iterable[int] | None = None) -> int:
+        """Read requests of the API as `read_feedback` does feedback, after it; find the pairs of regenerated answers.
+
+        Returns the new cursor; the same one where such pairs are not learnt.
+        """
+        if not self.learns_regenerated:
+            return cursor
+        while last is None or cursor < last:
+            page = self.folder.votes.inferences_after(cursor, _PAGE_SIZE)
+            if not page:
+                break
+            cursor = page[-1].id
+            self.regenerated.add(one for one in page if last is None or one.id <= last)
+        self.regenerated.settle(fresh)
         return cursor
 
     def execute(self, command: Command) -> None:
@@ -214,13 +234,14 @@ class Loop:
         return True
 
     def note_fresh(self) -> None:
-        """Note in the position which votes and thumbs wait for an update."""
+        """Note in the position which votes, thumbs and regenerated answers wait for an update."""
         self.position.fresh, self.position.fresh_feedback = sorted(self.memory.fresh), sorted(self.feedback.fresh)
+        self.position.fresh_regenerated = sorted(self.regenerated.fresh)
 
     def update_is_due(self, now: float) -> bool:
         """True if there are enough fresh votes and thumbs, or one has waited too long."""
         section = self.cfg.live
-        waiting = [vote.created_at for vote in self.memory.fresh.values()]
+        waiting = [vote.created_at for vote in (*self.memory.fresh.values(), *self.regenerated.fresh.values())]
         waiting += [label.created_at for label in self.feedback.fresh.values()] if self.learns_thumbs else []
         return len(waiting) >= section.votes_per_update or now - min(waiting, default=now) >= section.update_after_s
 
@@ -228,6 +249,11 @@ class Loop:
     def learns_thumbs(self) -> bool:
         """True if thumbs are learnt from; they are read all the same, for the trial of a version."""
         return self.cfg.live.update == "dpo" and self.cfg.live.feedback.thumbs_weight > 0
+
+    @property
+    def learns_regenerated(self) -> bool:
+        """True if pairs of regenerated answers are learnt from."""
+        return self.cfg.live.update == "dpo" and self.cfg.live.feedback.regenerated_within_s is not None
 
     def update(self) -> CheckResult:
         """Train on the fresh votes and thumbs, and serve the result if it passes its checks; else restore everything.
@@ -238,6 +264,7 @@ class Loop:
         self.heartbeat("learning")
         job = self.folder.runs.start_job("update")
         labelled = len(self.feedback.fresh) if self.learns_thumbs else 0
+        labelled += 2 * len(self.regenerated.fresh)
         waiting = self.learner, self.offers, self.memory, position.num_updates + 1
         self.cost = announce_update(*waiting, self.cost, num_labels=labelled)
         keep = partial(self.folder.files.append, PLACES)
@@ -247,8 +274,9 @@ class Loop:
             before = self.versions.snapshot()
             votes = self.memory.take(section.max_votes_per_update)
             labels = self.feedback.take(section.max_votes_per_update) if self.learns_thumbs else []
+            pairs = self.regenerated.take(section.max_votes_per_update)
             position.num_updates += 1
-            steps = self.learn(votes, labels)
+            steps = self.learn(votes, labels, pairs)
             not_finite = next((step.report.bad_part for step in steps if step.report and step.report.refused), "")
             correct_after = self.learner.correct(heldout)
             drawn = self.offers.draw("update", position.num_updates)  # measures the KL, then becomes the next offers
@@ -260,10 +288,12 @@ class Loop:
                 else:
                     self.versions.take_back(before)
                 adapt_kl(self.learner.kl, nats, section.kl)
-                self.learner.keep_reference_logps([*drawn.answers, *self.memory.answers, *self.feedback.answers])
+                kept = *self.memory.answers, *self.feedback.answers, *self.regenerated.answers
+                self.learner.keep_reference_logps([*drawn.answers, *kept])
                 self.note_fresh()
-                version = self.versions.add(result, [one.created_at for one in (*votes, *labels)])
-        learnt = {"votes/new": float(len(votes)), "feedback/new": float(len(labels))}
+                version = self.versions.add(result, [one.created_at for one in (*votes, *labels, *pairs)])
+        new = {"votes": votes, "feedback": labels, "regenerated": pairs}
+        learnt = {f"{name}/new": float(len(units)) for name, units in new.items()}
         metrics = {**mean_metrics(steps), **self.metrics(result, drawn, learnt, steps), **times.metrics()}
         self.folder.files.append_metrics(position.num_updates, metrics)
         self.folder.runs.add_metrics(position.num_updates, metrics)
@@ -273,18 +303,22 @@ class Loop:
         self.folder.runs.end_job(job, "done" if result.passes else "dropped", {"reason": result.reason})
         became = "tried" if position.tried else "served"
         outcome = f"version {position.version} is {became}" if result.passes else f"dropped: {result.reason}"
-        numbers = position.num_updates, len(votes), len(labels), outcome, nats, times.wall_s
-        _log.info("update %d: %d votes, %d thumbs, %s, %.2f nats, %.1f s", *numbers)
+        numbers = position.num_updates, len(votes) + len(pairs), len(labels), outcome, nats, times.wall_s
+        _log.info("update %d: %d pairs, %d thumbs, %s, %.2f nats, %.1f s", *numbers)
         return result
 
-    def learn(self, fresh: Sequence[VotedPair], thumbs: Sequence[LabelledAnswer]) -> list[StepResult]:
-        """The optimizer steps of one update, on fresh votes and thumbs and some learnt before."""
+    def learn(
+        self, fresh: Sequence[VotedPair], thumbs: Sequence[LabelledAnswer], regenerated: Sequence[VotedPair]
+    ) -> list[StepResult]:
+        """The optimizer steps of one update, on fresh votes, thumbs and regenerated answers, and some learnt before."""
         seed, share = derive(self.cfg.run.seed, "update", self.position.num_updates), self.cfg.live.replay
         taken = {label.feedback_id for label in thumbs}
         votes = [*fresh, *self.memory.replay(round(share * len(fresh)), seed, [vote.vote_id for vote in fresh])]
         labels = [*thumbs, *self.feedback.replay(round(share * len(thumbs)), seed, taken)]
         chosen = {label.feedback_id for label in labels}
         pairs, single = with_pairs(labels, (one for id, one in self.feedback.learnt.items() if id not in chosen))
+        old = self.regenerated.replay(round(share * len(regenerated)), seed, [-pair.vote_id for pair in regenerated])
+        pairs += [*regenerated, *old]
         if self.reward is None:
             steps = self.preference_steps([*votes, *pairs], self.learner.weighed(single), seed)
         else:
@@ -452,7 +486,9 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
     cut = {one.content: one.token_ids for one in (*found.train, *found.heldout) if one.token_ids is not None}
     memory = VoteMemory(tokenizer, context or 10**9, keeps_ties=cfg.dpo.ties != "drop", prompt_ids=cut)
     feedback = FeedbackMemory(cfg.live.feedback, context or 10**9)
-    return Loop(cfg, learner, offers, memory, feedback, folder, Versions(cfg, learner, folder, identity), stop)
+    regenerated = RegeneratedMemory(feedback, cfg.live.feedback.regenerated_within_s or 0.0)
+    versions = Versions(cfg, learner, folder, identity)
+    return Loop(cfg, learner, offers, memory, feedback, regenerated, folder, versions, stop)
 
 
 def run(

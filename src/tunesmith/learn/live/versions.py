@@ -72,9 +72,10 @@ class Position:
     """Counters and cursors of the loop, which a checkpoint stores beside weights.
 
     `num_updates` includes dropped updates; `num_votes` are those that the served version was trained on. Cursors are
-    ids of the newest vote, command and feedback that were read, `fresh` and `fresh_feedback` ids of votes and feedback
-    not yet trained on. `unserved` are creation times of votes whose update was dropped or is tried; `latencies_s` are
-    the times from vote to served version. `tried` is the version on trial, 0 without one, since `tried_since`.
+    ids of the newest vote, command, feedback and request that were read, `fresh`, `fresh_feedback` and
+    `fresh_regenerated` ids of votes, feedback and pairs not yet trained on. `unserved` are creation times of votes
+    whose update was dropped or is tried; `latencies_s` are the times from vote to served version. `tried` is the
+    version on trial, 0 without one, since `tried_since`.
     """
 
     num_updates: int = 0
@@ -88,6 +89,8 @@ class Position:
     fresh: list[int] = field(default_factory=list[int])
     feedback_cursor: int = 0
     fresh_feedback: list[int] = field(default_factory=list[int])
+    request_cursor: int = 0
+    fresh_regenerated: list[int] = field(default_factory=list[int])
     tried: int = 0
     tried_since: float = 0.0
     unserved: list[float] = field(default_factory=list[float])

@@ -136,6 +136,9 @@ class LiveFeedbackSection(Section):
     importance_limit: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """Weigh an answer by its probability under the policy over that under which it was drawn, up to this limit; null
     is off."""
+    regenerated_within_s: Positive | None = None
+    """Learn that an answer which was asked for again within these seconds is worse than the one that the person kept;
+    null is off."""
 
     @model_validator(mode="after")
     def _check_metrics(self) -> "LiveFeedbackSection":

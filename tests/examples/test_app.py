@@ -1,0 +1,199 @@
+"""The chat page of `examples/app` in a browser: another server's page, which asks and judges with a user's token."""
+
+import http.server
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("axe_playwright_python")
+
+from arena_parts import HOSTILE, make_loop
+from page_fixtures import browser
+from page_parts import faults_of, looks
+from server_parts import Client, Server
+from tunesmith.collect.store.votes import VoteStore
+
+pytestmark = pytest.mark.browser
+
+__all__ = ["browser"]
+
+APP = Path(__file__).parents[2] / "examples" / "app"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """`python -m http.server` without its log."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def origin() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(APP))) as files:
+        threading.Thread(target=files.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{files.server_port}"
+        files.shutdown()
+
+
+@pytest.fixture
+def server(tmp_path: Path, origin: str) -> Iterator[Server]:
+    folder = make_loop(tmp_path / "live")
+    made = Server(folder, ("--openai", str(folder), "--allow-origin", origin), prepare="arena_parts").start()
+    yield made
+    if made.process.is_alive():
+        made.kill()
+
+
+def link(server: Server, origin: str, user: str = "ada") -> str:
+    key = Client(server.url, server.facts["key"])
+    token = key.send("POST", "/v1/user_tokens", {"user": user}).json["token"]
+    return f"{origin}/#api={server.facts['api']}&token={token}"
+
+
+@pytest.fixture
+def page(browser: Any, server: Server, origin: str) -> Iterator[Any]:
+    """The page by the link of a user. A console that says anything, or a request elsewhere, fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(20_000)
+    made = context.new_page()
+    complaints: list[str] = []
+    ours = (origin, server.url, "data:")
+    made.expected = ()
+    made.on("console", lambda said: any(one in said.text for one in made.expected) or complaints.append(said.text))
+    made.on("pageerror", lambda error: complaints.append(str(error)))
+    made.on("request", lambda sent: sent.url.startswith(ours) or complaints.append(f"foreign: {sent.url}"))
+    made.goto(link(server, origin))
+    made.locator("#model", has_text="live").wait_for()
+    yield made
+    context.close()
+    assert not complaints, complaints
+
+
+def ask(page: Any, text: str) -> None:
+    page.locator("#question").fill(text)
+    page.keyboard.press("Enter")
+
+
+def press(page: Any, name: str) -> Any:
+    button = page.get_by_role("button", name=name, exact=True).last
+    button.click()
+    return button
+
+
+def said(server: Server) -> list[tuple[str, object]]:
+    """Metric and value of all feedback, as the key of the application sees it."""
+    key = Client(server.url, server.facts["key"])
+    return [(one["metric_name"], one["value"]) for one in key.send("GET", "/v1/feedback").json["data"]]
+
+
+def test_a_person_asks_judges_corrects_and_goes_on(page: Any, server: Server):
+    assert "token" not in page.url
+    ask(page, "The film was")
+    page.locator(".text", has_text="GAMMA hears The film was").wait_for()
+    up = page.get_by_role("button", name="Good answer")
+    up.click()
+    page.get_by_text("Thank you.").wait_for(state="attached")
+    assert up.get_attribute("aria-pressed") == "true"
+    assert page.evaluate("document.activeElement.ariaLabel") == "Good answer"
+    press(page, "Good answer")
+    page.get_by_text("Taken back.").wait_for(state="attached")
+    press(page, "Bad answer")
+    page.locator("[aria-label='Bad answer'][aria-pressed=true]").wait_for()
+    press(page, "Correct the answer")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("The film was long.")
+    press(page, "Save")
+    page.get_by_text("Corrected by you.").wait_for()
+    ask(page, "More")
+    page.locator(".text", has_text="GAMMA hears More").wait_for()
+    assert page.locator(".turn").count() == 2
+    assert said(server) == [
+        *(("thumbs", value) for value in (True, None, False)),
+        ("demonstration", "The film was long."),
+    ]
+    server.kill()
+    with VoteStore.open(server.folder / "votes.db") as store:
+        (vote,) = store.reader.votes_after(0)
+        *_, last = store.reader.inferences_after(0)
+    assert (vote.chosen.text, vote.rejected.text) == ("The film was long.", " GAMMA hears The film was")
+    # The corrected answer is what the conversation goes on from.
+    assert last.prompt == "The film wasThe film was long.\nMore" and last.user == "ada" and last.episode
+
+
+def test_of_two_unnamed_answers_the_person_picks_one(page: Any, server: Server):
+    page.get_by_label("Two answers to choose from").check()
+    ask(page, "The cast was")
+    page.get_by_role("button", name="A is better").and_(page.locator(":enabled")).wait_for()
+    texts = page.locator(".pair .text").all_inner_texts()
+    assert sorted(texts) == ["BETA hears The cast was", "GAMMA hears The cast was"]
+    shown = re.sub("BETA|GAMMA", "", page.locator("main").inner_text())
+    assert not re.search(r"\bv[012]\b", shown)
+    assert page.locator("#send").is_disabled()  # the next question needs an answer to go on from
+    assert faults_of(page) == []
+    press(page, "B is better")
+    page.get_by_text("You chose this one.").wait_for()
+    assert page.locator(".text").inner_text() == texts[1]
+    ask(page, "same")  # two equal answers, of which none is better
+    page.locator(".text", has_text="the same").wait_for()
+    page.get_by_role("button", name="Good answer").last.and_(page.locator(":enabled")).wait_for()
+    assert said(server) == [("preference", {"better": 1, "worse": 0, "verdict": "better"})]
+
+
+def test_another_answer_is_asked_for_and_the_ones_before_are_kept(page: Any, server: Server):
+    ask(page, "Hello")
+    page.locator(".text", has_text="GAMMA hears Hello").wait_for()
+    press(page, "Another answer")
+    page.get_by_text("2 of 2").wait_for()
+    page.get_by_role("button", name="Answer before").and_(page.locator(":enabled")).click()
+    page.get_by_text("1 of 2").wait_for()
+    key = Client(server.url, server.facts["key"])
+    assert key.send("GET", "/metrics").body.decode().count('end="answered"} 2') == 1
+
+
+def test_what_goes_wrong_is_said_and_can_be_mended(page: Any, server: Server, tmp_path: Path):
+    page.expected = ("status of 401", "status of 503", "ERR_CONNECTION_REFUSED")
+    ask(page, "no model")
+    page.locator("#fault", has_text="the model cannot be used").wait_for()
+    assert page.locator("#question").input_value() == "no model"
+    page.locator("#question").fill("")
+    ask(page, HOSTILE[0])
+    page.get_by_role("button", name="Good answer").and_(page.locator(":enabled")).wait_for()
+    assert page.locator(".question").inner_text() == HOSTILE[0] and page.locator("main img").count() == 0
+    ask(page, f"wait for {tmp_path / 'ever'}")
+    press(page, "Stop")
+    page.locator("#send").wait_for()
+    token = page.evaluate("sessionStorage.getItem('token')")
+    page.evaluate("sessionStorage.setItem('token', 'ut-wrong.x')")
+    ask(page, "Hello")
+    page.locator("#connection[open]").wait_for()
+    page.get_by_label("Token of a user").fill(token)
+    press(page, "Connect")
+    page.locator("#model", has_text="live").wait_for()
+    server.kill()
+    page.locator("#question").fill("")
+    ask(page, "Hello")
+    page.locator("#fault", has_text="--allow-origin").wait_for()
+
+
+def test_it_is_usable_on_a_phone_and_by_assistive_technology_in_both_colours(page: Any):
+    assert faults_of(page) == []
+    for text in ("The film was", "hostile"):
+        ask(page, text)
+        page.get_by_role("button", name="Good answer").last.and_(page.locator(":enabled")).wait_for()
+    press(page, "Correct the answer")
+    press(page, "Connection")
+    for _ in looks(page):
+        assert faults_of(page) == []
+    page.keyboard.press("Escape")
+    page.get_by_label("Two answers to choose from").check()
+    press(page, "Cancel")
+    ask(page, "The cast was")
+    page.get_by_role("button", name="A is better").and_(page.locator(":enabled")).wait_for()
+    for width, scheme in looks(page):
+        assert faults_of(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, scheme
