@@ -266,7 +266,6 @@ class Loop:
         learnt = {"votes/new": float(len(votes)), "feedback/new": float(len(labels))}
         metrics = {**mean_metrics(steps), **self.metrics(result, drawn, learnt, steps), **times.metrics()}
         self.folder.files.append_metrics(position.num_updates, metrics)
-        self.folder.runs.add_metrics(position.num_updates, metrics)
         self.versions.publish(version)
         if result.passes:
             self.offer(drawn, is_new=True)
