@@ -220,17 +220,12 @@ def make_live(folder: Path, sizes: Sizes) -> None:
         campaign = store.set_campaign(CampaignSettings()).id
         raters = [store.add_rater(f"rater {number}").rater.id for number in range(NUM_RATERS)]
     RunStore.open(folder / "runs.db").close()
+    rows = "".join(json.dumps(row) + "\n" for row in metric_rows(sizes.points // NUM_METRICS))
+    (folder / "metrics.jsonl").write_text(rows, encoding="utf-8")
     num_items = -(-sizes.votes // NUM_RATERS) + 100
     with sqlite3.connect(folder / "votes.db") as votes:
         fill_votes(votes, campaign, raters, num_items, sizes.votes)
     with sqlite3.connect(folder / "runs.db") as runs:
-        points = (
-            (row["step"], 1.7e9 + row["step"], name, value)
-            for row in metric_rows(sizes.points // NUM_METRICS)
-            for name, value in row.items()
-            if name != "step"
-        )
-        runs.executemany("INSERT INTO metrics (step, time, name, value) VALUES (?, ?, ?, ?)", points)
         versions = (
             (version, 1.7e9 + version, f"v{version}", 0, True, version == NUM_VERSIONS, "")
             for version in range(NUM_VERSIONS + 1)

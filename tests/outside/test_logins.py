@@ -13,9 +13,8 @@ import pytest
 
 from app_parts import URL, app_in
 from page_parts import press
-from server_parts import Client, pairs
+from server_parts import Client, Trainer, pairs
 from tunesmith.apps.cli.main import main
-from tunesmith.collect.store.runs import RunStore
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web import logins
 from tunesmith.collect.web.access import API
@@ -69,7 +68,7 @@ def test_a_stream_ends_with_the_access_of_its_reader(serve):
     rater = server.rater("rob", admin)
     place = urlsplit(server.url)
     with (
-        RunStore.open(server.folder / "runs.db") as trainer,
+        Trainer.open(server.folder / "runs.db") as trainer,
         closing(http.client.HTTPConnection(place.hostname, place.port, timeout=20)) as connection,
     ):
         connection.request("GET", f"{API}/stream", headers={"Authorization": f"Bearer {rater.token}"})

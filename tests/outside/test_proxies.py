@@ -18,8 +18,7 @@ from playwright.sync_api import expect
 
 from app_parts import URL, app_in, make_run
 from page_parts import press, wait_until_sent
-from server_parts import Client, Server, pairs
-from tunesmith.collect.store.runs import RunStore
+from server_parts import Client, Server, Trainer, pairs
 from tunesmith.collect.web.access import API
 from watch_parts import label
 
@@ -110,7 +109,7 @@ def test_people_vote_and_watch_below_a_path_prefix(serve, behind, visit, locatio
     Reported: issue 45.19
     """
     server = serve(pairs(4), flags=flags)
-    with RunStore.open(server.folder / "runs.db") as trainer:
+    with Trainer.open(server.folder / "runs.db") as trainer:
         trainer.add_metrics(1, {"reward": 0.5})
         seen = behind(server, location, rest, headers)
         context = visit.context(seen)
@@ -213,7 +212,7 @@ def test_events_come_through_the_proxy_as_they_happen(serve, behind):
     Reported: ggml-org/llama.cpp#20872
     """
     server = serve()
-    with RunStore.open(server.folder / "runs.db") as trainer:
+    with Trainer.open(server.folder / "runs.db") as trainer:
         trainer.add_metrics(1, {"reward": 0.5})
         seen = behind(server, "/tune/", "/", ALL_HEADERS)
         token = server.admin().token

@@ -70,9 +70,7 @@ def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(tmp_path: P
     (newer / "migrations" / "votes" / "votes_0003.py").write_text(_SCRIPT)
     with monkeypatch.context() as patch:
         patch.setattr(database, "__file__", str(newer / "database.py"))
-        patch.setattr(
-            database, "REVISIONS", {"votes": ("votes_0001", "votes_0002", "votes_0003"), "runs": ("runs_0001",)}
-        )
+        patch.setitem(database.REVISIONS, "votes", (*database.REVISIONS["votes"], "votes_0003"))
         with VoteReader.open(path) as reader:
             with database._lock(path), pytest.raises(StoreError, match="older release, which is using it"):
                 reader.votes_after(0)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server_parts import Server
+from server_parts import Server, Trainer
 from tunesmith.collect.store.records import CampaignSettings, NewItem
-from tunesmith.collect.store.runs import RunStore
 from tunesmith.collect.store.votes import VoteStore
 
 Serve = Callable[..., Server]
@@ -50,9 +49,9 @@ def server(serve: Serve) -> Server:
 
 
 @pytest.fixture
-def trainer(server: Server) -> Iterator[RunStore]:
-    """The store of a trainer beside that server."""
-    with RunStore.open(server.folder / "runs.db") as store:
+def trainer(server: Server) -> Iterator[Trainer]:
+    """The files of a trainer beside that server."""
+    with Trainer.open(server.folder / "runs.db") as store:
         yield store
 
 

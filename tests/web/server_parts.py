@@ -20,10 +20,23 @@ from urllib.parse import urlsplit
 import pytest
 
 from tunesmith.apps.cli.main import main
+from tunesmith.base.runs.folder import RunFolder
 from tunesmith.collect.store.records import Candidate, NewItem
+from tunesmith.collect.store.runs import RunStore
 from tunesmith.collect.web.access import API
 
 START_S = 60
+
+
+class Trainer(RunStore):
+    """What the trainer of a live loop writes: `runs.db`, and `metrics.jsonl` beside it."""
+
+    def __init__(self, place: str | Path) -> None:
+        super().__init__(place)
+        self.files = RunFolder(Path(place).parent)
+
+    def add_metrics(self, step: int, values: dict[str, float]) -> None:
+        self.files.append_metrics(step, values)
 
 
 @dataclass

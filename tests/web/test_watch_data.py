@@ -6,8 +6,10 @@ from contextlib import closing
 
 import pytest
 
+from server_parts import Trainer
+from tunesmith.collect.store.metric_log import MetricLog
 from tunesmith.collect.store.records import CampaignSettings, Candidate, Heartbeat, NewItem, PolicyVersion
-from tunesmith.collect.store.runs import RunReader, RunStore
+from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_watch import VoteWatch
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web import watch_data
@@ -19,14 +21,14 @@ DEAD_PID = 2**22 + 1
 
 @pytest.fixture
 def trainer(tmp_path):
-    with RunStore.open(tmp_path / "runs.db") as store:
+    with Trainer.open(tmp_path / "runs.db") as store:
         yield store
 
 
 @pytest.fixture
 def data(tmp_path):
     with closing(RunReader.open(tmp_path / "runs.db")) as runs, closing(VoteWatch(tmp_path / "votes.db")) as votes:
-        yield WatchData(runs, votes)
+        yield WatchData(MetricLog(tmp_path), runs, votes)
 
 
 def beat(state="learning", ago_s=0.0, pid=None, host=None):
@@ -77,7 +79,7 @@ def test_without_any_file_there_is_nothing_yet(data):
     assert data.versions() == {"base": 0, "versions": []}
     assert data.state() == {"kind": "none", "doing": "", "step": None, "beat": None, "age_s": None}
     assert data.votes_per_minute()["total"] == 0
-    assert data.news(0).rows == ()
+    assert not data.news(0).rows
 
 
 def test_news_are_what_came_after_the_cursor(trainer, data):
@@ -91,12 +93,15 @@ def test_news_are_what_came_after_the_cursor(trainer, data):
 def test_who_is_far_behind_is_told_to_fetch_thinned_series(trainer, data, monkeypatch):
     monkeypatch.setattr(watch_data, "MAX_ROWS", 10)
     monkeypatch.setattr(watch_data, "MAX_BEHIND", 30)
-    trainer.add_metric_rows([(step, NOW, "reward", 1.0) for step in range(100)])
+    trainer.files.append("metrics.jsonl", [{"step": step, "reward": 1.0} for step in range(100)])
     start = data.names()["cursor"] - 100
     news = data.news(start)
     assert (news.is_reset, list(news.rows), news.cursor) == (True, [], start + 100)
     near = data.news(start + 70)
-    assert (near.is_reset, len(near.rows), near.cursor) == (False, 10, start + 80)
+    assert (near.is_reset, len(near.rows), near.cursor, near.is_behind) == (False, 10, start + 80, True)
+    assert data.news(start + 95).is_behind is False
+    beyond = data.news(start + 101)  # of a file that was longer once
+    assert (beyond.is_reset, beyond.cursor) == (True, start + 100)
 
 
 def test_answers_are_json_also_where_numbers_are_not_finite(trainer, data):

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from page_parts import faults_of, looks
+from server_parts import Trainer
 from tunesmith.collect.store.records import Candidate, NewItem, PolicyVersion
 from tunesmith.collect.store.runs import RunStore
 from tunesmith.collect.store.vote_reader import VoteReader
@@ -32,7 +33,7 @@ def test_metrics_are_drawn_and_grow_as_they_come(watch, trainer):
 def test_a_page_that_was_open_before_the_first_step_shows_it(watch, server):
     page = watch()
     page.get_by_text("No step has been recorded yet").wait_for()
-    with RunStore.open(server.folder / "runs.db") as trainer:
+    with Trainer.open(server.folder / "runs.db") as trainer:
         trainer.beat("learning")
         trainer.add_metrics(1, {"kl": 0.25})
         label(page, "kl", "kl 0.25 at step 1")

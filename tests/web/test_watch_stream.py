@@ -10,6 +10,7 @@ from dataclasses import replace
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
+from tunesmith.collect.store.metric_log import MetricLog
 from tunesmith.collect.store.records import PolicyVersion
 from tunesmith.collect.store.runs import RunReader, RunStore
 from tunesmith.collect.store.vote_watch import VoteWatch
@@ -185,9 +186,8 @@ def test_queries_out_of_range_are_refused(server):
 def test_many_points_come_thinned_with_their_extremes(server, trainer):
     count = 60_000
     spike = 43_457
-    rows = [(step, float(step), "reward", 9.0 if step == spike else step % 100 / 100) for step in range(count)]
-    for start in range(0, count, 50_000):
-        trainer.add_metric_rows(rows[start : start + 50_000])
+    rows = [{"step": step, "reward": 9.0 if step == spike else step % 100 / 100} for step in range(count)]
+    trainer.files.append("metrics.jsonl", rows)
     (found,) = server.admin().get("/metrics?name=reward&points=600").json["series"]
     assert found["num_points"] == count
     assert found["is_sampled"] is True
@@ -202,7 +202,8 @@ def test_a_quiet_stream_is_kept_alive_by_comments_and_ends_with_the_server(tmp_p
     async def collect():
         shutdown, texts = asyncio.Event(), []
         with closing(RunReader.open(tmp_path / "runs.db")) as runs, closing(VoteWatch(tmp_path / "votes.db")) as votes:
-            async for text in events(WatchData(runs, votes), shutdown, 0, poll_s=0.01, keep_alive_s=0.03):
+            data = WatchData(MetricLog(tmp_path), runs, votes)
+            async for text in events(data, shutdown, 0, poll_s=0.01, keep_alive_s=0.03):
                 texts.append(text)
                 if text.startswith(":"):
                     shutdown.set()

@@ -91,4 +91,4 @@ def test_any_run_can_be_watched_while_it_writes(visit, tmp_path):
         assert process.wait(30) == 0
     finally:
         process.kill()
-    assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "recipe.yaml", "result.json", "watch"]
+    assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "recipe.yaml", "result.json"]

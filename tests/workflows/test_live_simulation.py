@@ -24,6 +24,7 @@ from tunesmith.apps.workflows.live_simulation import (
     wait_until,
 )
 from tunesmith.base.core.errors import InputError, RunError
+from tunesmith.collect.store.metric_log import MetricLog
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_reader import VoteReader
 
@@ -84,8 +85,7 @@ def test_a_simulation_measures_the_last_version_against_the_base_model(tmp_path:
     assert 0 <= found["win_rate_low"] <= found["win_rate"] <= found["win_rate_high"] <= 1
     assert found["num_pairs"] >= 30 and found["vote_to_version_median_s"] > 0 and found["vote_p95_ms"] > 0
     assert "simulated" in found["rater"]
-    with closing(RunReader.open(folder / "runs.db")) as reader:
-        names = reader.metric_names()
+    names = MetricLog(folder).names()
     assert {"kl", "loss", "entropy", "rewards/accuracies", "votes/to_version_s", "time/rollout_s"} <= set(names)
 
 

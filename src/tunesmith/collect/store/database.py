@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 REVISIONS: dict[DatabaseName, tuple[str, ...]] = {
     "votes": ("votes_0001", "votes_0002"),
-    "runs": ("runs_0001",),
+    "runs": ("runs_0001", "runs_0002"),
 }
 """Schema revisions that this release knows, oldest first: the names of the scripts in `migrations/`."""
 
@@ -44,7 +44,7 @@ BUSY_TIMEOUT_S = 10.0
 _LOCK_TIMEOUT_S = 0.2
 _CACHE_KB = 64 * 1024
 _VERSION_TABLE = "alembic_version"
-_READ_BY_CURSOR = ("offers", "metrics", "jobs", "votes", "rankings", "demonstrations", "commands", "feedback")
+_READ_BY_CURSOR = ("offers", "jobs", "votes", "rankings", "demonstrations", "commands", "feedback")
 
 
 class Closeable:

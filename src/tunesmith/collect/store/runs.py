@@ -1,29 +1,28 @@
 """`runs.db`: `RunStore`, the trainer's side and only writer; `RunReader`, the server's read access."""
 
-import math
 import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from sqlalchemy import Connection, case, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 
 from tunesmith.base.core.errors import StoreError
 from tunesmith.collect.store.content import check_content, check_name
 from tunesmith.collect.store.database import Closeable, OwnedDatabase, ReadOnlyDatabase, failure, or_now
 from tunesmith.collect.store.items import check_answers, chunks
-from tunesmith.collect.store.records import Candidate, Heartbeat, Metric, NewOffer, Offer, PolicyVersion, Series
-from tunesmith.collect.store.tables import heartbeat, jobs, metrics, new_id, offer_candidates, offers, policy_versions
+from tunesmith.collect.store.records import Candidate, Heartbeat, NewOffer, Offer, PolicyVersion
+from tunesmith.collect.store.tables import heartbeat, jobs, new_id, offer_candidates, offers, policy_versions
 
 T = TypeVar("T")
 
 
 class RunStore(Closeable):
-    """Versions, offers, metrics and a heartbeat. Safe to call from several threads.
+    """Versions, offers, jobs and a heartbeat. Safe to call from several threads.
 
     A call returns when its change is committed, but not synced, because the data can be reproduced. `now` is in seconds
     since the epoch, by default the clock's.
@@ -65,30 +64,6 @@ class RunStore(Closeable):
             check_answers([candidate.text for candidate in offer.candidates], f"offer {number}")
         moment = or_now(now)
         return self._transact(lambda c: [_add_offer(c, offer, retires_before, moment) for offer in new])
-
-    def add_metrics(self, step: int, values: Mapping[str, float], now: float | None = None) -> None:
-        """Write the metrics of a step, one row each; values that are not finite as null."""
-        moment = or_now(now)
-        self.add_metric_rows([(step, moment, name, value) for name, value in values.items()])
-
-    def add_metric_rows(self, rows: Sequence[tuple[int, float, str, float | None]]) -> None:
-        """Write (step, time, name, value) rows in one transaction."""
-        if not rows:
-            return
-        values = [
-            {
-                "step": step,
-                "time": moment,
-                "name": check_name(name, "a metric's name"),
-                "value": value if value is not None and math.isfinite(value) else None,
-            }
-            for step, moment, name, value in rows
-        ]
-        self._transact(lambda connection: connection.execute(insert(metrics), values))
-
-    def truncate_metrics(self, from_step: int) -> int:
-        """Delete metrics of `from_step` and later, as on resume; returns their number."""
-        return self._transact(lambda c: c.execute(delete(metrics).where(metrics.c.step >= from_step)).rowcount)
 
     def start_job(self, kind: str, detail: Mapping[str, object] | None = None, now: float | None = None) -> int:
         """Id of a new job in the state `running`."""
@@ -141,7 +116,7 @@ class RunStore(Closeable):
 
 
 class RunReader(ReadOnlyDatabase):
-    """Offers, versions and metrics by cursor."""
+    """Offers, versions and the heartbeat."""
 
     name = "runs"
 
@@ -153,26 +128,6 @@ class RunReader(ReadOnlyDatabase):
         """All versions, oldest first."""
         query = select(policy_versions).order_by(policy_versions.c.version)
         return self.read(lambda c: [PolicyVersion(**row) for row in c.execute(query).mappings()], [])
-
-    def metric_names(self) -> list[str]:
-        """Names of all metrics, sorted."""
-        return self.read(_metric_names, [])
-
-    def series(self, name: str, after_id: int = 0, points: int = 2000) -> Series:
-        """The metric's points with an id above `after_id`, in order: all if at most `points`, else the minimum, the
-        maximum and the first gap (a value of None) of each of `points // 2` buckets.
-        """
-        nothing = Series(name, (), after_id, 0, False)
-        return self.read(lambda c: _series(c, name, after_id, points), nothing)
-
-    def metrics_after(self, cursor: int, limit: int = 1000) -> list[Metric]:
-        """Metrics of every name with an id above `cursor`, in order."""
-        query = select(metrics).where(metrics.c.id > cursor).order_by(metrics.c.id).limit(limit)
-        return self.read(lambda c: [Metric(**row) for row in c.execute(query).mappings()], [])
-
-    def last_metric_id(self) -> int:
-        """Id of the newest metric, 0 if none."""
-        return self.read(lambda c: int(c.execute(select(func.max(metrics.c.id))).scalar() or 0), 0)
 
     def heartbeat(self) -> Heartbeat | None:
         """The trainer's last heartbeat; None if there was never one."""
@@ -219,70 +174,3 @@ def _add_offer(connection: Connection, offer: NewOffer, retires_before: int, now
     ]
     connection.execute(insert(offer_candidates), rows)
     return offer_id
-
-
-def _metric_names(connection: Connection) -> list[str]:
-    """Names of all metrics, sorted. Each costs one index lookup, however many points it has."""
-    names: list[str] = []
-    last = ""
-    while True:
-        found = connection.execute(select(func.min(metrics.c.name)).where(metrics.c.name > last)).scalar()
-        if found is None:
-            return names
-        last = str(found)
-        names.append(last)
-
-
-def _series(connection: Connection, name: str, after_id: int, max_points: int) -> Series:
-    """The points of a metric with an id above `after_id`; see `RunReader.series`."""
-    is_wanted = metrics.c.name == name, metrics.c.id > after_id
-    first, last, num = connection.execute(
-        select(func.min(metrics.c.id), func.max(metrics.c.id), func.count()).where(*is_wanted)
-    ).one()
-    if not num:
-        return Series(name, (), after_id, 0, False)
-    if num <= max_points:
-        rows = connection.execute(select(metrics).where(*is_wanted).order_by(metrics.c.id))
-        return Series(name, tuple(Metric(**row) for row in rows.mappings()), last, num, False)
-    ids = _extremes(connection, name, first, last, max(1, max_points // 2)) | {first, last}
-    points: list[Metric] = []
-    for chunk in chunks(sorted(ids)):
-        rows = connection.execute(select(metrics).where(metrics.c.id.in_(chunk)).order_by(metrics.c.id))
-        points += [Metric(**row) for row in rows.mappings()]
-    return Series(name, tuple(points), last, num, True)
-
-
-def _extremes(connection: Connection, name: str, first: int, last: int, num_buckets: int) -> set[int]:
-    """Ids of the minimum, the maximum and the first gap of each bucket of ids.
-
-    One pass over the index finds each bucket's bounds and extremes, whose ids are then looked up inside the bucket. A
-    row number over each bucket would sort all rows.
-    """
-    bucket = ((metrics.c.id - first) * num_buckets) // (last - first + 1)
-    found = (
-        select(
-            func.min(metrics.c.id).label("first"),
-            func.max(metrics.c.id).label("last"),
-            func.min(metrics.c.value).label("low"),
-            func.max(metrics.c.value).label("high"),
-            func.min(case((metrics.c.value.is_(None), metrics.c.id))).label("gap"),
-        )
-        .where(metrics.c.name == name, metrics.c.id >= first, metrics.c.id <= last)
-        .group_by(bucket)
-        .subquery()
-    )
-    query = select(_first_id(found, name, found.c.low), _first_id(found, name, found.c.high), found.c.gap)
-    return {int(id_) for row in connection.execute(query) for id_ in row if id_ is not None}
-
-
-def _first_id(found: Any, name: str, value: Any) -> Any:
-    """Id of the first point of a bucket with this value, as a subquery."""
-    point = metrics.alias()
-    return (
-        select(point.c.id)
-        .where(point.c.name == name, point.c.id >= found.c.first, point.c.id <= found.c.last, point.c.value == value)
-        .order_by(point.c.id)
-        .limit(1)
-        .correlate(found)
-        .scalar_subquery()
-    )

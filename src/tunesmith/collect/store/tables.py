@@ -391,20 +391,6 @@ offer_candidates = Table(
     Column("source_id", String(200), nullable=False),
 )
 
-metrics = Table(
-    "metrics",
-    runs_metadata,
-    _id(),
-    Column("step", Integer, nullable=False),
-    Column("time", Double, nullable=False),
-    Column("name", String(200), nullable=False),
-    # Null if not finite.
-    Column("value", Double, nullable=True),
-    # A covering index: a series is read from it alone.
-    Index("ix_metrics_name_id_value", "name", "id", "value"),
-    sqlite_autoincrement=True,
-)
-
 jobs = Table(
     "jobs",
     runs_metadata,

@@ -26,6 +26,7 @@ from tunesmith.base.core.errors import (
 )
 from tunesmith.base.core.log import Once, get_logger
 from tunesmith.base.core.version import __version__
+from tunesmith.collect.store.metric_log import MetricLog
 from tunesmith.collect.store.records import PolicyVersion
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_watch import VoteWatch
@@ -75,7 +76,7 @@ def create_app(
     logins = Logins(votes.reader, Sessions(read_key(settings.folder), ended), failures)
     services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio, jobs, arena)
     watched_votes = VoteWatch(settings.votes_path)
-    watched = WatchData(runs, watched_votes)
+    watched = WatchData(MetricLog(settings.folder), runs, watched_votes)
     of_jobs = () if jobs is None else job_routes.RULES
     of_runs = () if studio is None else studio_routes.RULES
     of_arena = () if arena is None else arena_routes.RULES

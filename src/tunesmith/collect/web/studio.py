@@ -25,7 +25,7 @@ from tunesmith.base.runs.listing import (
     run_status,
 )
 from tunesmith.collect.store.database import Closeable
-from tunesmith.collect.store.run_tail import Follower
+from tunesmith.collect.store.metric_log import MetricLog, NewLines, heartbeat_of
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_watch import VoteWatch
 from tunesmith.collect.web.run_index import RunIndex
@@ -35,8 +35,8 @@ from tunesmith.observe.profiling.facts import read_facts
 from tunesmith.observe.reports.text import answer_text, cut, flatten
 from tunesmith.observe.reports.views import cause_rows, token_parts
 
-MAX_OPEN = 64
-"""Runs whose facts are kept for the pages that show them."""
+MAX_OPEN = 32
+"""Runs whose facts and metrics are kept for the pages that show them; a million points take 15 MB."""
 
 MAX_SAMPLES = 64
 """Most samples of a step that a page shows."""
@@ -61,14 +61,12 @@ class Studio(Closeable):
 
     def __init__(self, root: Path) -> None:
         self.index = RunIndex(root)
-        self._follower = Follower()
         self._open: OrderedDict[str, OpenRun] = OrderedDict()
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the thread."""
         self.index.close()
-        self._follower.close()
 
     def run(self, id: str) -> OpenRun:
         """The run with this id. Raises HTTPException 404 if there is none."""
@@ -92,10 +90,10 @@ class Studio(Closeable):
         self.index.forget(id)
 
     def _opened(self, path: Path) -> OpenRun:
-        # The trainer of a live loop writes its own database, and has votes beside it.
+        # The trainer of a live loop writes a database, and has votes beside it.
         is_live = (path / "versions").is_dir() and (path / "runs.db").is_file()
-        touch = (lambda: path) if is_live else partial(self._follower.folder, path)
-        data = WatchData(RunReader(touch() / "runs.db"), VoteWatch(path / "votes.db"), touch)
+        runs, votes = RunReader(path / "runs.db"), VoteWatch(path / "votes.db")
+        data = WatchData(MetricLog(path), runs, votes, runs.heartbeat if is_live else partial(heartbeat_of, path))
         return OpenRun(path, data, SampleLog(path / "samples.jsonl"), Cached(partial(details, path), _DETAILS_S))
 
 
@@ -148,18 +146,17 @@ class SampleLog:
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._lines = NewLines(file)
         self._lock = threading.Lock()
         self._starts: dict[int, int] = {}  # step -> offset of its first line
-        self._end = 0
-        self._last_line = b""
 
     def steps(self) -> list[int]:
         """Steps that have samples, in order."""
         with self._lock:
-            try:
-                self._read_new()
-            except OSError:
-                self._starts, self._end, self._last_line = {}, 0, b""
+            for start, line in self._lines.read(self._starts.clear):
+                step = number((object_in(line) or {}).get("step"))
+                if step is not None:
+                    self._starts.setdefault(int(step), start)
             return sorted(self._starts)
 
     def at(self, step: int) -> list[Json]:
@@ -174,22 +171,6 @@ class SampleLog:
         except OSError:
             return []
         return [_shown(row) for row in takewhile(lambda row: number(row.get("step")) == step, rows)]
-
-    def _read_new(self) -> None:
-        with self._file.open("rb") as file:
-            # A resumed run cuts the file back, and may have added more since.
-            file.seek(self._end - len(self._last_line))
-            if file.read(len(self._last_line)) != self._last_line:
-                self._starts, self._end = {}, 0
-            file.seek(self._end)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                step = number((object_in(line) or {}).get("step"))
-                if step is not None:
-                    self._starts.setdefault(int(step), self._end)
-                self._end += len(line)
-                self._last_line = line
 
 
 def _shown(row: Row) -> Json:

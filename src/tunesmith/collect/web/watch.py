@@ -2,7 +2,7 @@
 
 One stream carries all topics: `metrics` as they are written, and `state`, `versions` and `votes` in full whenever they
 change. Only `metrics` events have an id, their cursor, with which a client resumes after a disconnection. The server
-buffers nothing for a client: unread metrics stay in the database, so a slow client costs no memory.
+buffers nothing for a client: what it has not read is read from the run's metrics, so a slow client costs no memory.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tunesmith.base.core.errors import TunesmithError
 from tunesmith.collect.web.access import Access, Rule
 from tunesmith.collect.web.logins import bearer_of
 from tunesmith.collect.web.services import ServicesOf, caller_of, is_set_within, services_of
-from tunesmith.collect.web.watch_data import MAX_ROWS, Json, News, WatchData
+from tunesmith.collect.web.watch_data import Json, News, WatchData
 
 
 def rules(base: str, access: Access) -> tuple[Rule, ...]:
@@ -156,7 +156,7 @@ def next_events(data: WatchData, client: Client) -> tuple[str, bool]:
     elif news.is_reset:
         parts.append(event("reset", {}, str(news.cursor)))
     client.cursor = news.cursor
-    return "".join(parts) + _changed(client, topics), len(news.rows) >= MAX_ROWS
+    return "".join(parts) + _changed(client, topics), news.is_behind
 
 
 def _changed(client: Client, topics: dict[str, Json]) -> str:

@@ -1,4 +1,4 @@
-"""Data of the watch page, read from `runs.db` and `votes.db`. All functions run in worker threads."""
+"""Data of the watch page, read from `metrics.jsonl`, `runs.db` and `votes.db`. All functions run in worker threads."""
 
 import os
 import re
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 from tunesmith.base.runs.folder import finite
+from tunesmith.collect.store.metric_log import MetricLog
 from tunesmith.collect.store.records import Heartbeat, Metric, PolicyVersion
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_watch import VoteWatch
@@ -42,12 +43,13 @@ T = TypeVar("T")
 class News:
     """Metrics after a cursor, and the new cursor, the id of the last one.
 
-    `is_reset`: too many to send, so the client must fetch thinned series.
+    `is_reset`: too many to send, or another file, so the client must fetch thinned series. `is_behind`: there are more.
     """
 
     rows: Sequence[Metric]
     cursor: int
     is_reset: bool = False
+    is_behind: bool = False
 
 
 class Cached(Generic[T]):
@@ -94,11 +96,18 @@ class Standings:
 class WatchData:
     """Versions, votes, metrics and the trainer's state. Safe to call from any number of threads.
 
-    `touch` is called whenever somebody looks: it keeps the metrics of a run coming.
+    `heartbeat` is that of the trainer, by default the one in `runs`.
     """
 
-    def __init__(self, runs: RunReader, votes: VoteWatch, touch: Callable[[], object] = lambda: None) -> None:
-        self._touch = touch
+    def __init__(
+        self,
+        metrics: MetricLog,
+        runs: RunReader,
+        votes: VoteWatch,
+        heartbeat: Callable[[], Heartbeat | None] | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._heartbeat = heartbeat or runs.heartbeat
         self._runs = runs
         self._votes = votes
         self._standings = Standings(votes)
@@ -112,21 +121,20 @@ class WatchData:
         """`cursor`, the sorted `names` of all metrics, the charts (`pictures`) of them, and `recent`: the last step and
         value of each recently written one.
         """
-        cursor, names = self._runs.last_metric_id(), self._runs.metric_names()
-        lately = self._runs.metrics_after(cursor - MAX_ROWS, MAX_ROWS) if cursor else []
+        cursor, names, lately = self._metrics.last_id(), self._metrics.names(), self._metrics.recent(MAX_ROWS)
         return {
             "cursor": cursor,
             "names": names,
-            "pictures": pictures(names, {one.name: one.value for one in lately}),
-            "recent": {one.name: [one.step, one.value] for one in lately},
+            "pictures": pictures(names, {name: one.value for name, one in lately.items()}),
+            "recent": {name: [one.step, one.value] for name, one in lately.items()},
         }
 
     def series(self, names: Sequence[str], after: int, points: int) -> Json:
         """`series`: for each name the thinned `points` (id, step, time, value or null) with an id above `after`."""
-        cursor = self._runs.last_metric_id()
+        cursor = self._metrics.last_id()
         found: list[Json] = []
         for name in dict.fromkeys(names):
-            line = self._runs.series(name, after, points)
+            line = self._metrics.series(name, after, points)
             found.append(
                 {
                     "name": name,
@@ -139,15 +147,12 @@ class WatchData:
         return {"cursor": cursor, "series": found}
 
     def news(self, cursor: int) -> News:
-        """At most `MAX_ROWS` metrics after `cursor`. Ids also grow when the trainer's file is replaced."""
-        rows = self._runs.metrics_after(cursor, MAX_ROWS)
-        if not rows:
-            return News((), cursor)
-        if len(rows) == MAX_ROWS:
-            last = self._runs.last_metric_id()
-            if last - rows[-1].id > MAX_BEHIND:
-                return News((), last, is_reset=True)
-        return News(rows, rows[-1].id)
+        """At most `MAX_ROWS` metrics after `cursor`, or those of one step."""
+        rows, num_left = self._metrics.after(cursor, MAX_ROWS)
+        last = self._metrics.last_id()
+        if num_left > MAX_BEHIND or cursor > last:  # a resumed run has cut the file back while no server looked
+            return News((), last, is_reset=True)
+        return News(rows, rows[-1].id if rows else cursor, is_behind=num_left > 0)
 
     def state(self) -> Json:
         """`kind` (none, running, silent, dead, stopped, finished), the trainer's activity (`doing`), its last `step`,
@@ -171,13 +176,15 @@ class WatchData:
         }
 
     def _state(self) -> Json:
-        self._touch()
-        beat, last = self._runs.heartbeat(), self._runs.last_metric_id()
-        newest = self._runs.metrics_after(last - 1, 1) if last else []
+        beat = self._heartbeat()
         kind = kind_of(beat, time.time())
         doing = beat.state if beat is not None and kind in ("running", "silent") and beat.state != "running" else ""
-        step = newest[0].step if newest else None
-        return {"kind": kind, "doing": doing, "step": step, "beat": None if beat is None else beat.time}
+        return {
+            "kind": kind,
+            "doing": doing,
+            "step": self._metrics.last_step(),
+            "beat": None if beat is None else beat.time,
+        }
 
 
 def kind_of(beat: Heartbeat | None, now: float) -> str:

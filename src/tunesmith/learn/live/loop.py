@@ -296,7 +296,6 @@ class Loop:
         learnt = {f"{name}/new": float(len(units)) for name, units in new.items()}
         metrics = {**mean_metrics(steps), **self.metrics(result, drawn, learnt, steps), **times.metrics()}
         self.folder.files.append_metrics(position.num_updates, metrics)
-        self.folder.runs.add_metrics(position.num_updates, metrics)
         self.versions.publish(version)
         if result.passes:
             self.offer(drawn, is_new=True)

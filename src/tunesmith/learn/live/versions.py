@@ -155,7 +155,6 @@ class Versions:
             self.load(found)
             log_sizes = saved.get("log_sizes", {})
         self.folder.files.cut_logs(log_sizes)
-        self.folder.runs.truncate_metrics(self.position.num_updates + 1)
         for row in self.position.versions:
             self.folder.runs.add_version(PolicyVersion(**row))
         self.folder.link_final(self.position.serving)
