@@ -19,7 +19,7 @@ from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.inferences import Speaker, conversation_of
 from tunesmith.collect.store.records import Feedback, KeyUser, Rater
 from tunesmith.collect.web.access import Rule
-from tunesmith.collect.web.api import keys, openai
+from tunesmith.collect.web.api import keys, openai, people
 from tunesmith.collect.web.api.endpoint import Collected, Endpoint
 from tunesmith.collect.web.api.metrics import Metrics, Timer
 from tunesmith.collect.web.api.openai import ChatRequest, Json, RefusedError, Sampled, TextRequest
@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("POST",), GENERATE, "generate", max_body=MAX_BODY),
     Rule(("GET", "POST"), FEEDBACK, "feedback", max_body=MAX_BODY),
     *keys.RULES,
+    *people.RULES,
 )
 """Rules of the API, for the guard's table."""
 
@@ -93,9 +94,9 @@ class FeedbackRequest(BaseModel):
 
 
 def routers(endpoint: Endpoint) -> list[APIRouter]:
-    """The routers of models and metrics, of answers, of feedback, and of keys."""
+    """The routers of models and metrics, of answers, of feedback, of keys, and of people's data."""
     metrics = Metrics(endpoint)
-    return [_models(endpoint, metrics), _answers(endpoint, metrics), _feedback(metrics), keys.router()]
+    return [_models(endpoint, metrics), _answers(endpoint, metrics), _feedback(metrics), keys.router(), people.router()]
 
 
 def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:

@@ -1,0 +1,17 @@
+"""What versions have learnt from."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "runs_0002"
+down_revision = "runs_0001"
+
+_ID = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
+
+def upgrade() -> None:
+    """Add columns to the versions."""
+    for name in ("last_vote_id", "last_feedback_id"):
+        op.add_column("policy_versions", sa.Column(name, _ID, nullable=True))
+    is_learnt = sa.Column("learnt_deleted", sa.Boolean, nullable=False, server_default=sa.false())
+    op.add_column("policy_versions", is_learnt)
