@@ -1,7 +1,8 @@
 """`tunesmith users export | delete`: the data of one person. Nothing here loads torch."""
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -48,20 +49,26 @@ def export(words: Sequence[str]) -> None:
 
     with reporting(as_json=options.json) as output, reader_of(options.dir) as reader:
         person = reader.person(options.user, options.key)
-        num = 0
-        try:
-            with options.file.expanduser().open("x", encoding="utf-8") as file:
-                for rows in (reader.data_of(person), talk_rows(options.dir.expanduser() / FOLDER, person.rater_id)):
-                    for row in rows:
-                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                        num += 1
-        except FileExistsError:
-            raise InputError(f"{options.file} exists; nothing is overwritten, so give a new name") from None
-        except OSError as error:
-            raise InputError(f"{options.file} cannot be written: {error.strerror or error}") from error
+        talks = talk_rows(options.dir.expanduser() / FOLDER, person.rater_id)
+        num = _write(options.file.expanduser(), itertools.chain(reader.data_of(person), talks))
         do_in(options.dir, Chore("note", {"kind": "data exported", "detail": person.as_detail}))
         output.say(f"{options.file}  {num} rows")
         output.finish({"file": options.file, "num_rows": num})
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
+    """Write rows to a new file; returns how many. Raises InputError."""
+    num = 0
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            path.chmod(0o600)
+            for num, row in enumerate(rows, start=1):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    except FileExistsError:
+        raise InputError(f"{path} exists; nothing is overwritten, so give a new name") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+    return num
 
 
 def delete(words: Sequence[str]) -> None:

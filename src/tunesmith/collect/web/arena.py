@@ -367,8 +367,7 @@ class Arena:
 
 def talks_of(folder: Path, rater_id: int) -> Iterator[tuple[Path, Conversation]]:
     """The conversations of a rater in an arena's folder, with their files, in the order of their times."""
-    files = [(file.stat().st_mtime, file) for file in folder.glob("*.json")]
-    for _, file in sorted(files):
+    for file in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime):
         found = Conversation.of(file.read_text(encoding="utf-8"))
         if found.rater_id == rater_id:
             yield file, found
