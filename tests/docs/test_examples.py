@@ -28,7 +28,7 @@ IMPORT = ROOT / "docs" / "open_webui.md"
 PROGRAMS = {"sh": ("bash", "-euo", "pipefail"), "typescript": ("node", "--input-type=module")}
 """What runs a block from its stdin. The TypeScript of the pages has no types of its own, so it is JavaScript too."""
 
-NESTED = {"train", "recipes", "runs", "eval", "votes", "convert"}
+NESTED = {"train", "recipes", "runs", "eval", "votes", "users", "convert"}
 COMMANDS = [(block.where, words) for block in all_blocks("console") for words in block.commands()]
 TUNESMITH = [(where, words[1:]) for where, words in COMMANDS if words[0] == "tunesmith"]
 UNINSTALLED = {block.where for block in all_blocks("console") if block.value.startswith("needs a package")}

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 from jobs import forked
-from live_rig import PROMPTS, given_items, learn, live_recipe, looping, run_updates, share_of_letters, until, voters
+from live_rig import (
+    PROMPTS,
+    Voters,
+    given_items,
+    learn,
+    live_recipe,
+    looping,
+    run_updates,
+    share_of_letters,
+    until,
+    voters,
+)
 from operations import Operations
 from safetensors.torch import load_file
 
@@ -282,6 +294,68 @@ def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_fro
         assert loop.position.serving == 0
         learn(loop, people)
         assert loop.position.serving == 3 and people.runs.versions()[-1].parent == 0
+
+
+def test_versions_that_learnt_from_deleted_votes_are_marked_and_later_ones_learn_without_them(tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+
+    def marked(people: Voters) -> list[int]:
+        return [one.version for one in people.runs.versions() if one.learnt_deleted]
+
+    with looping(live_recipe(folder)) as loop, voters(folder) as people:
+        learn(loop, people)
+        other = Voters(people.store, people.runs, people.campaign_id, people.store.add_rater("Ann Doe").rater.id)
+        learn(loop, other)
+        other.vote(20)
+        loop.read_votes()
+        hers = {vote.id for vote in people.store.reader.votes_after(0) if vote.rater == "Ann Doe"}
+        assert loop.position.serving == 2 and hers & set(loop.memory.fresh) and hers & set(loop.memory.learnt)
+        people.store.delete_person(people.store.reader.person("Ann Doe"))
+        loop.next_action()
+        assert marked(people) == [2]
+        known = {*loop.memory.fresh, *loop.memory.learnt, *loop.memory.heldout}
+        assert known == {vote.id for vote in people.store.reader.votes_after(0)} and not known & hers
+        cards = [(folder / "versions" / f"v00000{number}" / "README.md").read_text() for number in (1, 2)]
+        assert ["had it deleted" in card for card in cards] == [False, True] and "Ann" not in "".join(cards)
+        memory = {**loop.memory.fresh}, {**loop.memory.learnt}, {**loop.memory.heldout}
+    with looping(live_recipe(folder)) as loop, voters(folder) as people:
+        assert (loop.memory.fresh, loop.memory.learnt, loop.memory.heldout) == memory
+        learn(loop, people)
+        assert loop.position.serving == 3 and marked(people) == [2, 3]  # which began with the weights of version 2
+        people.store.command("rollback", "1", people.rater_id)
+        loop.next_action()
+        learn(loop, people)
+        assert people.runs.versions()[-1].parent == 1 and marked(people) == [2, 3]
+        # A vote that waits was learnt by none.
+        other = Voters(people.store, people.runs, people.campaign_id, people.store.add_rater("Bob Roe").rater.id)
+        other.vote(20)
+        loop.read_votes()
+        people.store.delete_person(people.store.reader.person("Bob Roe"))
+        loop.next_action()
+        assert marked(people) == [2, 3]
+
+
+def test_thumbs_of_a_deleted_user_are_forgotten_and_the_record_of_an_earlier_release_goes_by_its_time(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "live"
+    recipe = live_recipe(folder, live={"update_after_s": 1e-6})
+    with looping(recipe) as loop, voters(folder) as people:
+        first, second = people.answered(loop, 0, 2)
+        for name in (first, second):
+            people.say(name, True, metric=f"thumbs {name}")
+            run_updates(loop, loop.position.num_updates + 1)
+        assert len(loop.feedback.learnt) == 2
+        early = people.runs.versions()[1]
+        loop.folder.runs.add_version(replace(early, last_vote_id=None, last_feedback_id=None))
+        people.store.delete_person(people.store.reader.person(second, "app"))
+        loop.next_action()
+        assert [one.learnt_deleted for one in people.runs.versions()] == [False, False, True]
+        assert [one.metric for one in loop.feedback.learnt.values()] == [f"thumbs {first}"]
+        people.store.delete_person(people.store.reader.person(first, "app"))
+        loop.next_action()
+        assert [one.learnt_deleted for one in people.runs.versions()] == [False, True, True]
+        assert not loop.feedback.learnt and people.store.reader.inferences([first, second]) == {}
 
 
 def test_votes_that_waited_at_a_command_are_learnt_from_after_a_restart(tmp_path: Path) -> None:

@@ -49,10 +49,20 @@ def test_an_invited_rater_joins_and_votes(serve, visit):
     again.get_by_role("button", name="Join").click()
     again.get_by_role("alert").get_by_text("was used").wait_for()
     admin.reload()
-    admin.get_by_role("cell", name="Grace H.", exact=True).wait_for()
+    admin.locator("#rows").get_by_role("cell", name="Grace H.", exact=True).wait_for()
     admin.on("dialog", lambda dialog: dialog.accept())
     admin.get_by_role("button", name="End the access of Grace H.").click()
-    admin.get_by_role("cell", name="ended").wait_for()
+    admin.get_by_role("cell", name="ended", exact=True).wait_for()
+    told = admin.locator("#log tr").first
+    assert told.locator("td").all_inner_texts()[1:] == ["admin", "rater ended", "Grace H.", ""]
+    assert "role rater" in admin.locator("#log tr").nth(1).inner_text() and faults_of(admin) == []
+    assert not admin.get_by_role("button", name="Earlier").is_visible()
+    for number in range(20):
+        server.rater(f"rater {number}", Client(server.url, admin.context.cookies()[0]["value"]))
+    admin.reload()
+    admin.get_by_role("button", name="Earlier").click()
+    admin.get_by_role("cell", name="Grace H.", exact=True).nth(2).wait_for()
+    assert admin.locator("#log tr").count() >= 23 and not admin.get_by_role("button", name="Earlier").is_visible()
     assert Client(server.url, token).get("/session").status == 401
 
 

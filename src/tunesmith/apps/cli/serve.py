@@ -62,6 +62,10 @@ class ServeOptions:
         UseAppendAction[tuple[str, ...]],
         flag("Pages of another server that may ask the API, such as https://app.example; repeatable.", "ORIGIN"),
     ] = ()
+    retention_days: Annotated[
+        float | None,
+        flag("Remove stored answers, feedback, usage and audit log that are older; without it they are kept.", "N"),
+    ] = None
     root_path: Annotated[
         str, flag("Path prefix below which a proxy serves the pages, if it does not say so itself.", "PREFIX")
     ] = ""
@@ -97,6 +101,8 @@ def serve(words: Sequence[str]) -> None:
     check_ranges(options, port=_PORTS, overlap=(1, inf), gold_share=(0, _MAX_GOLD_SHARE), max_votes=(0, inf))
     if options.lease is not None and not 0 < options.lease < inf:
         raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
+    if options.retention_days is not None and not 0 < options.retention_days < inf:
+        raise InputError(f"--retention-days is {options.retention_days:g}; give a number of days above 0")
     if options.raw and options.no_raw:
         raise InputError("--raw and --no-raw contradict each other; give one")
     if options.scopes is not None and options.new_key is None:
@@ -118,6 +124,7 @@ def serve(words: Sequence[str]) -> None:
         has_arena=True,
         openai=options.openai or "",
         origins=_origins(options),
+        retention_days=options.retention_days,
     )
     with reporting(as_json=options.json) as output:
         if options.new_admin_link:
@@ -133,6 +140,7 @@ def serve(words: Sequence[str]) -> None:
         def fill(votes: "VoteStore", campaign_id: int) -> None:
             if items:
                 done = votes.import_items(campaign_id, items)
+                votes.note("import", {"num_new": done.num_new, "num_there": done.num_there})
                 output.say(f"pairs    {done.num_new} added, {done.num_there} were there already")
 
         server.serve(

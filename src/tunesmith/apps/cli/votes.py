@@ -1,18 +1,21 @@
-"""`tunesmith votes import | export | stats`: the votes of a folder. Nothing here loads torch."""
+"""`tunesmith votes import | export | stats | prune | audit`: the votes of a folder. Nothing here loads torch."""
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tunesmith.apps.cli.options import Positional, flag, parse
+from tunesmith.apps.cli.options import Positional, check_ranges, flag, parse
 from tunesmith.apps.cli.output import Output, reporting, wants_progress
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.log import get_logger, visible
 
 if TYPE_CHECKING:
     from tunesmith.collect.statistics.bradley_terry import Standing
+    from tunesmith.collect.store.inbox import Chore
     from tunesmith.collect.store.vote_reader import VoteReader
     from tunesmith.collect.store.vote_stats import Agreement, BiasTest, VoteStats
 
@@ -79,6 +82,27 @@ class StatsOptions:
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions:
+    """Remove stored answers, feedback, usage of keys and the audit log that are older than some days. Votes stay.
+
+    A server that has the votes does it, and goes on meanwhile. `tunesmith serve --retention-days N` does it regularly.
+    """
+
+    days: Annotated[float, flag("What is older is removed.", "N")]
+    dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """Print the audit log: who made and ended keys, changed settings, imported, exported, deleted, and when."""
+
+    dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    num: Annotated[int, flag("The newest so many entries.", "N")] = 50
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
 def import_(words: Sequence[str]) -> None:
     """Run `tunesmith votes import`."""
     options = parse(ImportOptions, words, "votes import")
@@ -135,7 +159,7 @@ def export(words: Sequence[str]) -> None:
         raise InputError(f"{form} holds votes, not {options.kind}; choose another format")
     if form == "openai-chat" and options.kind != "demonstrations":
         raise InputError("openai-chat holds written answers; add --kind demonstrations")
-    with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
+    with reporting(as_json=options.json) as output, reader_of(options.dir) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
         if options.kind == "rankings":
             num = write_rows(options.dest, map(ranking_columns, reader.export_rankings(campaign_id)), form)
@@ -160,7 +184,7 @@ def stats(words: Sequence[str]) -> None:
     options = parse(StatsOptions, words, "votes stats")
     from tunesmith.observe.reports.text import count_of
 
-    with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
+    with reporting(as_json=options.json) as output, reader_of(options.dir) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
         found, places = reader.stats(campaign_id), _leaderboard(options.dir)
         _say(found, output)
@@ -169,6 +193,43 @@ def stats(words: Sequence[str]) -> None:
             rate = one.note if one.win_rate is None else f"{one.win_rate:.0%} ({one.low:.0%} to {one.high:.0%})"
             output.say(f"against {base:<6} {visible(one.name)}: {rate}, {count_of(one.num_votes, 'vote')}")
         output.finish({**asdict(found), "leaderboard": list(map(asdict, places))})
+
+
+def prune(words: Sequence[str]) -> None:
+    """Run `tunesmith votes prune`."""
+    options = parse(PruneOptions, words, "votes prune")
+    if not 0 < options.days < math.inf:
+        raise InputError(f"--days is {options.days:g}; give a number of days above 0")
+    from tunesmith.collect.store.inbox import Chore
+
+    with reporting(as_json=options.json) as output:
+        num = do_in(options.dir, Chore("prune", {"days": options.days}))
+        said = ", ".join(f"{count} of {name}" for name, count in num.items())
+        output.say(f"older than {options.days:g} days: {said or 'nothing'}{' removed' if num else ''}")
+        output.finish({"dir": options.dir, "days": options.days, "removed": num})
+
+
+def audit(words: Sequence[str]) -> None:
+    """Run `tunesmith votes audit`."""
+    options = parse(AuditOptions, words, "votes audit")
+    check_ranges(options, num=(1, math.inf))
+    with reporting(as_json=options.json) as output, reader_of(options.dir) as reader:
+        entries = reader.audit(limit=options.num)
+        for one in reversed(entries):
+            when = datetime.fromtimestamp(one.created_at, UTC).isoformat(" ", timespec="seconds")
+            detail = ", ".join(f"{name} {value}" for name, value in one.detail.items())
+            output.say(visible(f"{when}  {one.who}: {one.kind} {one.about}  {detail}".rstrip()))
+        output.finish({"entries": list(map(asdict, entries))})
+
+
+def do_in(folder: Path, chore: "Chore") -> Mapping[str, Any]:
+    """Have work done on the votes of a folder, by the server that has them if there is one. Raises InputError if there
+    are no votes.
+    """
+    from tunesmith.collect.store.votes import do_in
+
+    reader_of(folder).close()
+    return do_in(folder.expanduser() / VOTES_FILE, chore, lambda message: _log.info("%s", message))
 
 
 def _leaderboard(folder: Path) -> "Sequence[Standing]":
@@ -180,7 +241,7 @@ def _leaderboard(folder: Path) -> "Sequence[Standing]":
         return leaderboard(watch.contests()[1])
 
 
-def _reader(folder: Path) -> "VoteReader":
+def reader_of(folder: Path) -> "VoteReader":
     """A reader of the folder's votes. Raises InputError if it has none."""
     from tunesmith.collect.store.vote_reader import VoteReader
 

@@ -4,12 +4,12 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, get_args
 
 from sqlalchemy import Connection, delete, insert, select, update
 
 from tunesmith.base.core.errors import NameTakenError, StoreError
-from tunesmith.collect.store import tables
+from tunesmith.collect.store import audit, tables
 from tunesmith.collect.store.content import check_name, check_text, name_key, token_sha256
 from tunesmith.collect.store.queue import refresh_open_items
 from tunesmith.collect.store.records import (
@@ -40,6 +40,11 @@ def set_campaign(connection: Connection, settings: CampaignSettings, now: float)
     if found is None:
         found = new_id(connection.execute(insert(table).values(**asdict(settings), created_at=now)))
     else:
+        known = asdict(campaign(connection, int(found)).settings)
+        changed = {name: value for name, value in asdict(settings).items() if value != known[name]}
+        if changed:
+            changed |= {"guidelines": "others"} if "guidelines" in changed else {}
+            audit.add(connection, "settings changed", None, {"campaign": settings.name, **changed}, now)
         connection.execute(update(table).where(table.c.id == found).values(**asdict(settings), closed_at=None))
         # Another overlap opens or closes items.
         refresh_open_items(connection, int(found), settings.overlap)
@@ -99,7 +104,10 @@ def add_rater(
         connection.execute(update(table).where(table.c.id == rater_id).values(**values))
     else:
         raise _taken(name, known.name)
-    return NewRater(_rater_of_id(connection, rater_id), token)
+    added = _rater_of_id(connection, rater_id)
+    allowed = {"role": role} if key is None else {"scopes": key.scopes}
+    audit.add(connection, "rater invited" if key is None else "key made", invited_by, {"id": rater_id, **allowed}, now)
+    return NewRater(added, token)
 
 
 def rater_of_token(connection: Connection, token: str, now: float) -> Rater | None:
@@ -143,8 +151,8 @@ def raters_named(connection: Connection, names: Sequence[str], now: float) -> di
 
 
 def rater_of_user(connection: Connection, key_id: int, user: str, now: float) -> int:
-    """Id of the rater for a user of a key, without access, created if missing; its name does not tell who it is."""
-    name = f"user {token_sha256(f'{key_id}:{user}')[:24]}"
+    """Id of the rater for a user of a key, without access, created if missing."""
+    name = user_name(key_id, user)
     found = connection.execute(select(tables.raters.c.id).where(tables.raters.c.name == name)).scalar()
     if found is not None:
         return int(found)
@@ -152,22 +160,30 @@ def rater_of_user(connection: Connection, key_id: int, user: str, now: float) ->
     return new_id(connection.execute(insert(tables.raters).values(**values)))
 
 
+def user_name(key_id: int, user: str) -> str:
+    """The name of the rater for a user of a key, which does not tell who it is."""
+    return f"user {token_sha256(f'{key_id}:{user}')[:24]}"
+
+
 def all_raters(connection: Connection) -> list[Rater]:
     """All raters, oldest first."""
     return [_rater(row) for row in connection.execute(select(tables.raters).order_by(tables.raters.c.id))]
 
 
-def disable_rater(connection: Connection, rater_id: int, now: float) -> None:
-    """Set `disabled_at`. Raises StoreError if there is no such rater."""
-    _rater_of_id(connection, rater_id)
+def disable_rater(connection: Connection, rater_id: int, now: float, by: int | None = None) -> None:
+    """Set `disabled_at`; `by` is the admin or key that ends the access. Raises StoreError if there is no such rater."""
+    ended = _rater_of_id(connection, rater_id)
+    audit.add(connection, "rater ended" if ended.scopes is None else "key ended", by, {"id": rater_id}, now)
     connection.execute(update(tables.raters).where(tables.raters.c.id == rater_id).values(disabled_at=now))
 
 
 def add_command(connection: Connection, kind: CommandKind, argument: str, rater_id: int, now: float) -> int:
     """Id of a new command. Raises StoreError for an unknown kind."""
-    if kind != "rollback":
-        raise StoreError(f"command {kind!r} is unknown; there is rollback")
+    if kind not in get_args(CommandKind):
+        raise StoreError(f"command {kind!r} is unknown; there are {', '.join(get_args(CommandKind))}")
     check_text(argument, "the command's argument")
+    if kind == "rollback":
+        audit.add(connection, "rollback asked", rater_id, {"version": argument}, now)
     values = {"kind": kind, "argument": argument, "rater_id": rater_id, "created_at": now}
     return new_id(connection.execute(insert(tables.commands).values(**values)))
 

@@ -1,6 +1,8 @@
-"""Imports that one process hands to another, which alone may write `votes.db`: files in a folder beside it.
+"""Imports and other work that one process hands to another, which alone may write `votes.db`: files in a folder beside
+it.
 
-The process that imports writes `ID.rows`: a line with the campaign, then one row per line. The owner of the database
+The process that imports writes `ID.rows`: a line with the campaign, then one row per line. Of a `Chore` there is one
+line. The owner of the database
 says by `ID.progress` that it has taken it and how far it is, and by `ID.result` what came of it; then it removes the
 rows. An owner that dies leaves them to the next one: rows that are there already are not added again.
 """
@@ -13,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from tunesmith.base.core.errors import DataError, InputError, StoreError
 from tunesmith.base.core.log import get_logger
 from tunesmith.collect.store.content import encode_json
-from tunesmith.collect.store.records import Candidate, Given, GivenFeedback, GivenVote, Imported, NewItem
+from tunesmith.collect.store.records import Candidate, Given, GivenFeedback, GivenVote, NewItem
 
 _log = get_logger(__name__)
 
@@ -40,6 +42,16 @@ class Request:
     rows: Sequence[Given]
 
 
+@dataclass(frozen=True, slots=True)
+class Chore:
+    """Work that is no import: `prune` or `delete`, as the methods of `VoteStore` with these arguments, or `note` of
+    what was done elsewhere.
+    """
+
+    work: Literal["prune", "delete", "note"]
+    facts: Mapping[str, Any]
+
+
 def folder_of(path: Path) -> Path:
     """The folder with the imports for the database at `path`."""
     return path.with_name(f"{path.name}.imports")
@@ -48,7 +60,7 @@ def folder_of(path: Path) -> Path:
 class Inbox:
     """Watches the folder of imports, and calls `handle` for each, in a thread of its own."""
 
-    def __init__(self, folder: Path, handle: Callable[[Request, OnProgress], Imported]) -> None:
+    def __init__(self, folder: Path, handle: Callable[[Request | Chore, OnProgress], Mapping[str, Any]]) -> None:
         self._folder = folder
         self._handle = handle
         self._stopping = threading.Event()
@@ -95,7 +107,7 @@ class Inbox:
         try:
             progress(0, 0)
             try:
-                answer: dict[str, object] = asdict(self._handle(_read(path), progress))
+                answer: dict[str, object] = {**self._handle(_read(path), progress)}
             except InputError as error:
                 if self._stopping.is_set():
                     return
@@ -110,19 +122,21 @@ class Inbox:
 class HandedOver:
     """An import in the folder for the owner of the database, until its result is there."""
 
-    def __init__(self, folder: Path, request: Request) -> None:
+    def __init__(self, folder: Path, request: Request | Chore) -> None:
         self._path = folder / f"{uuid.uuid4().hex}.rows"
         try:
             folder.mkdir(exist_ok=True)
             aside = self._path.with_suffix(".part")
             with aside.open("w", encoding="utf-8") as file:
-                file.write(encode_json({"campaign": request.campaign}) + "\n")
-                file.writelines(encode_json([type(row).__name__, asdict(row)]) + "\n" for row in request.rows)
+                is_chore = isinstance(request, Chore)
+                file.write(encode_json(asdict(request) if is_chore else {"campaign": request.campaign}) + "\n")
+                rows = () if is_chore else request.rows
+                file.writelines(encode_json([type(row).__name__, asdict(row)]) + "\n" for row in rows)
             aside.rename(self._path)
         except OSError as error:
             raise StoreError(f"{folder} cannot be written: {error.strerror or error}") from error
 
-    def result(self, progress: OnProgress) -> Imported | None:
+    def result(self, progress: OnProgress) -> Mapping[str, Any] | None:
         """The outcome, None while it is not done. Raises DataError with what the owner refused."""
         told = _get(self._path.with_suffix(".progress"))
         if told:
@@ -132,7 +146,7 @@ class HandedOver:
             return None
         if "error" in answer:
             raise DataError(str(answer["error"]))
-        return Imported(**answer)
+        return answer
 
     @property
     def is_taken(self) -> bool:
@@ -159,9 +173,12 @@ def _get(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _read(path: Path) -> Request:
+def _read(path: Path) -> Request | Chore:
     with path.open(encoding="utf-8") as file:
-        campaign = json.loads(next(file))["campaign"]
+        first = json.loads(next(file))
+        if "work" in first:
+            return Chore(**first)
+        campaign = first["campaign"]
         rows = ((_MAKERS[kind], facts) for kind, facts in map(json.loads, file))
         return Request(campaign, [make(facts) for make, facts in rows])
 

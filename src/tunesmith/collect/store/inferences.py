@@ -54,6 +54,9 @@ PREFERENCES: Mapping[str, Verdict] = {
 
 DAY_S = 24 * 3600
 
+IMPORTED = "import-"
+"""Begin of the names of answers and feedback that an import brought."""
+
 _MAX_TAGS = 32
 
 
@@ -322,7 +325,7 @@ def _answer_name(given: GivenFeedback) -> str:
 
 def _given_name(*parts: str) -> str:
     """A name that is the same at every import, and that no request of the endpoint has."""
-    return f"import-{hashlib.sha256(encode_json(parts).encode()).hexdigest()[:48]}"
+    return f"{IMPORTED}{hashlib.sha256(encode_json(parts).encode()).hexdigest()[:48]}"
 
 
 def after(connection: Connection, cursor: int, limit: int) -> list[StoredFeedback]:

@@ -24,7 +24,7 @@ PREFERENCE_NAMES: tuple[PreferenceName, ...] = get_args(PreferenceName)
 ItemKind = Literal["pair", "ranking"]
 AnswerStyle = Literal["raw", "markdown"]
 Role = Literal["rater", "admin"]
-CommandKind = Literal["rollback"]
+CommandKind = Literal["rollback", "forget"]
 Scope = Literal["generate", "feedback", "admin"]
 """A permission of a key of the API: to ask models, to rate answers, or everything, such as making keys."""
 
@@ -374,13 +374,59 @@ class RatedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """An admin's request to the trainer; `argument` of a `rollback` is the version to go back to."""
+    """A request to the trainer; `argument` of a `rollback` is the version that an admin wants to go back to.
+
+    `forget`: the data of `rater_id` was deleted. `argument` is a `Deleted` in JSON.
+    """
 
     id: int
     kind: CommandKind
     argument: str
     rater_id: int
     created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """Data that was deleted: the smallest id of a vote, of feedback and of a request that trainers may have learnt from,
+    None if there was none, and the earliest time of a vote or feedback.
+    """
+
+    vote_id: int | None = None
+    feedback_id: int | None = None
+    request_id: int | None = None
+    since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """Somebody whose data is exported or deleted. `rater_id` is whose votes and feedback are theirs, 0 if they gave
+    none. The answers of the API that are theirs are those that the key `key_id` asked for `user`, "" for itself.
+    """
+
+    rater_id: int
+    key_id: int
+    user: str = ""
+
+    @property
+    def as_detail(self) -> dict[str, int]:
+        """Who it is, for the audit log, without a name."""
+        return {"id": self.rater_id} if self.rater_id else {"key_id": self.key_id}
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """An entry of the audit log: who did what, `about` whom. `rater_id` is None for the server itself, and for a
+    command on its machine. `who` and `about` are the names that raters and keys have now.
+    """
+
+    id: int
+    created_at: float
+    rater_id: int | None
+    who: str
+    kind: str
+    about: str
+    detail: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +450,11 @@ class Offer(NewOffer):
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """A version of the policy and its evaluation. `accepted` is False if a check rejected it; at most one `serving`."""
+    """A version of the policy and its evaluation. `accepted` is False if a check rejected it; at most one `serving`.
+
+    No vote, feedback and request with a larger id than `last_vote_id`, `last_feedback_id` and `last_request_id` was
+    learnt from, None if that is not known. `learnt_deleted`: data that was deleted since was among what it, or a version before it, learnt from.
+    """
 
     version: int
     created_at: float
@@ -419,6 +469,10 @@ class PolicyVersion:
     accepted: bool = True
     serving: bool = False
     note: str = ""
+    last_vote_id: int | None = None
+    last_feedback_id: int | None = None
+    last_request_id: int | None = None
+    learnt_deleted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, and_, case, delete, func, insert, or_, select, update
 from sqlalchemy.exc import DBAPIError
 
 from tunesmith.base.core.errors import StoreError
 from tunesmith.collect.store.content import check_content, check_name
 from tunesmith.collect.store.database import Closeable, OwnedDatabase, ReadOnlyDatabase, failure, or_now
 from tunesmith.collect.store.items import check_answers, chunks
-from tunesmith.collect.store.records import Candidate, Heartbeat, NewOffer, Offer, PolicyVersion
+from tunesmith.collect.store.records import Candidate, Deleted, Heartbeat, NewOffer, Offer, PolicyVersion
 from tunesmith.collect.store.tables import heartbeat, jobs, new_id, offer_candidates, offers, policy_versions
 
 T = TypeVar("T")
@@ -52,6 +52,36 @@ class RunStore(Closeable):
             connection.execute(insert(policy_versions).values(**asdict(version)))
 
         self._transact(work)
+
+    def version(self, number: int) -> PolicyVersion | None:
+        """The record of a version; None if there is none."""
+        query = select(policy_versions).where(policy_versions.c.version == number)
+        row = self._transact(lambda connection: connection.execute(query).mappings().first())
+        return None if row is None else PolicyVersion(**row)
+
+    def mark_learnt(self, deleted: Deleted) -> list[int]:
+        """Numbers of the versions that may have learnt from data that was deleted, which is noted in their records.
+
+        Where a record does not say what was learnt, the version has learnt what was there when it was made.
+        """
+        table = policy_versions
+        last = (
+            (table.c.last_vote_id, deleted.vote_id),
+            (table.c.last_feedback_id, deleted.feedback_id),
+            (table.c.last_request_id, deleted.request_id),
+        )
+        is_known = or_(*(column.is_not(None) for column, _ in last))
+        learnt = [table.c.version < 0, *(column >= smallest for column, smallest in last if smallest is not None)]
+        if deleted.since is not None:
+            learnt.append(and_(~is_known, table.c.version > 0, table.c.created_at > deleted.since))
+
+        def work(connection: Connection) -> list[int]:
+            found = list(connection.execute(select(table.c.version).where(or_(*learnt))).scalars())
+            for part in chunks(found):
+                connection.execute(update(table).where(table.c.version.in_(part)).values(learnt_deleted=True))
+            return found
+
+        return self._transact(work)
 
     def add_offers(self, new: Sequence[NewOffer], *, retires_before: int = 0, now: float | None = None) -> list[int]:
         """Ids of the new offers, in order. Offers with an id below `retires_before` become stale.

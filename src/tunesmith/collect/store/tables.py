@@ -23,6 +23,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
     insert,
     text,
 )
@@ -272,6 +273,7 @@ inferences = Table(
     _time("created_at"),
     Index("ix_inferences_episode", "episode"),
     Index("ix_inferences_user", "rater_id", "user"),
+    Index("ix_inferences_created_at", "created_at"),
     sqlite_autoincrement=True,
 )
 
@@ -316,6 +318,7 @@ feedback = Table(
     _time("created_at"),
     UniqueConstraint("inference_id", "episode", "choice", "rater_id", "metric", "revision"),
     Index("ix_feedback_user", "key_id", "user"),
+    Index("ix_feedback_rater_id", "rater_id"),
     sqlite_autoincrement=True,
 )
 """Feedback of applications, append-only."""
@@ -329,6 +332,19 @@ key_usage = Table(
     Column("num_tokens", _ID, nullable=False),
 )
 """Tokens that each key read and drew, which outlive the answers."""
+
+audit = Table(
+    "audit",
+    votes_metadata,
+    _id(),
+    _time("created_at"),
+    # Who did it; null for the server itself, and for a command on its machine.
+    _reference("rater_id", "raters.id", nullable=True),
+    Column("kind", String(32), nullable=False),
+    Column("detail_json", _Json, nullable=False),
+    sqlite_autoincrement=True,
+)
+"""What admins, keys and the server did, append-only."""
 
 commands = Table(
     "commands",
@@ -359,6 +375,11 @@ def _policy_versions(metadata: MetaData) -> Table:
         Column("accepted", Boolean, nullable=False),
         Column("serving", Boolean, nullable=False),
         Column("note", Text, nullable=False),
+        # The newest vote, feedback and request that it, or a version before it, was trained on; ids of `votes.db`.
+        Column("last_vote_id", _ID, nullable=True),
+        Column("last_feedback_id", _ID, nullable=True),
+        Column("last_request_id", _ID, nullable=True),
+        Column("learnt_deleted", Boolean, nullable=False, server_default=false()),
     )
 
 

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Table, exists, func, or_, select
 
 from tunesmith.base.core.errors import StoreError
 from tunesmith.base.schema.records import Text
-from tunesmith.collect.store import campaigns, inferences, vote_stats
+from tunesmith.collect.store import audit, campaigns, inferences, removal, vote_stats
 from tunesmith.collect.store.content import as_answer, prompt_sha256
 from tunesmith.collect.store.database import ReadOnlyDatabase, or_now
 from tunesmith.collect.store.items import candidates_of_items
@@ -17,11 +17,13 @@ from tunesmith.collect.store.records import (
     MARGIN_BETTER,
     MARGIN_MUCH,
     Answered,
+    AuditEntry,
     Campaign,
     Candidate,
     Command,
     ExportRow,
     Inference,
+    Person,
     PreferenceName,
     Presentation,
     Progress,
@@ -146,6 +148,27 @@ class VoteReader(ReadOnlyDatabase):
     def inferences_after(self, cursor: int, limit: int = _PAGE) -> list[Inference]:
         """At most `limit` requests of the API with an id above `cursor`, in order, each with its answers."""
         return self.read(lambda c: inferences.requests_after(c, cursor, limit), [])
+
+    def audit(self, before: int | None = None, limit: int = 100) -> list[AuditEntry]:
+        """The last `limit` entries of the audit log, newest first; with `before` those with a smaller id."""
+        return self.read(lambda c: audit.before(c, before, limit), [])
+
+    def person(self, name: str, key: str = "") -> Person:
+        """The rater or key of this name, or with `key` the one whom that key calls so. Raises StoreError for nobody."""
+        found = self.read(lambda c: removal.person_named(c, name, key), None)
+        if found is None:
+            raise StoreError(f"{self.place} holds nothing yet, of nobody")
+        return found
+
+    def data_of(self, person: Person, now: float | None = None) -> Iterator[dict[str, Any]]:
+        """What is stored of a person, a row at a time, with texts and times as people read them."""
+        moment = or_now(now)
+        yield from self.read(lambda c: removal.facts_of(c, person, moment), [])
+        for page in removal.PAGES:
+            cursor = 0
+            while rows := self.read(lambda c, page=page, cursor=cursor: page(c, person, cursor), []):
+                yield from (row for _, row in rows)
+                cursor = rows[-1][0]
 
     def feedback_after(self, cursor: int, limit: int = _PAGE) -> list[StoredFeedback]:
         """At most `limit` revisions of feedback with an id above `cursor`, in order."""

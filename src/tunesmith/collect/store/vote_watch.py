@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Select, Table, func, or_, select
 
 from tunesmith.collect.store.database import ReadOnlyDatabase
 from tunesmith.collect.store.records import MODEL_SOURCE
-from tunesmith.collect.store.tables import candidates, item_candidates, items, presentations, rankings, votes
+from tunesmith.collect.store.tables import candidates, commands, item_candidates, items, presentations, rankings, votes
 
 MINUTES = 60
 """Minutes that `per_minute` covers."""
@@ -49,6 +49,7 @@ class VoteWatch(ReadOnlyDatabase):
         self._counted = (_Counted(votes), _Counted(rankings))
         self._last_contest_id = 0
         self._changes = 0
+        self._deletion = 0
         self._contests: dict[int, Contest] = {}
 
     @property
@@ -76,6 +77,11 @@ class VoteWatch(ReadOnlyDatabase):
     def contests(self) -> tuple[int, list[Contest]]:
         """A change counter, and all contests. Gold items and rankings are left out."""
         with self._counting:
+            deletion = self.read(_last_deletion, 0)
+            if deletion != self._deletion:  # votes are gone: read the others again
+                self._deletion, self._last_contest_id = deletion, 0
+                self._contests.clear()
+                self._changes += 1
             while self.read(self._compare, False):
                 pass
             return self._changes, list(self._contests.values())
@@ -117,6 +123,12 @@ class _Counted:
             self._last_id = last_id
         while self.times and self.times[0] <= oldest:
             self.times.popleft()
+
+
+def _last_deletion(connection: Connection) -> int:
+    """Id of the command that told of the last deletion of somebody's data; 0 without one."""
+    query = select(func.max(commands.c.id)).where(commands.c.kind == "forget")
+    return int(connection.execute(query).scalar() or 0)
 
 
 def _name(source_id: str, weight_version: int | None) -> str | None:

@@ -4,9 +4,11 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +18,9 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from tunesmith.base.core.errors import StoreError, StoreInUseError
-from tunesmith.collect.store import answers, campaigns, inferences, items
+from tunesmith.collect.store import answers, audit, campaigns, inferences, items, removal
 from tunesmith.collect.store.database import Closeable, OwnedDatabase, failure, file_of, or_now
-from tunesmith.collect.store.inbox import TAKEN_WITHIN_S, HandedOver, Inbox, OnProgress, Request, folder_of
+from tunesmith.collect.store.inbox import TAKEN_WITHIN_S, Chore, HandedOver, Inbox, OnProgress, Request, folder_of
 from tunesmith.collect.store.queue import next_presentations
 from tunesmith.collect.store.records import (
     Campaign,
@@ -34,6 +36,7 @@ from tunesmith.collect.store.records import (
     NewItem,
     NewRater,
     Offer,
+    Person,
     PolicyVersion,
     Presentation,
     Role,
@@ -128,9 +131,9 @@ class VoteStore(Closeable):
         """
         return self._write(campaigns.redeem, token, name, expires_at, or_now(now))
 
-    def disable_rater(self, rater_id: int, now: float | None = None) -> None:
-        """End a rater's access; their votes stay."""
-        self._write(campaigns.disable_rater, rater_id, or_now(now))
+    def disable_rater(self, rater_id: int, now: float | None = None, *, by: int | None = None) -> None:
+        """End a rater's access; their votes stay. `by` is the admin or key that ends it."""
+        self._write(campaigns.disable_rater, rater_id, or_now(now), by)
 
     def add_items(self, campaign_id: int, new: Sequence[NewItem]) -> list[int]:
         """Ids of the items of `new`, in its order. Existing ones, in whatever order of answers, are not added again.
@@ -183,10 +186,16 @@ class VoteStore(Closeable):
         return Imported(num_feedback=num_new, num_feedback_there=len(given) - num_new)
 
     def import_rows(
-        self, campaign: str, rows: Iterable[Given], progress: OnProgress = _ignore, num_rows: int | None = None
+        self,
+        campaign: str,
+        rows: Iterable[Given],
+        progress: OnProgress = _ignore,
+        num_rows: int | None = None,
+        *,
+        by: int | None = None,
     ) -> Imported:
         """Add items, votes and feedback to the campaign of this name, which is made if there is none. Of an iterator
-        one portion at a time is held; `num_rows` is how many it has, for `progress`.
+        one portion at a time is held; `num_rows` is how many it has, for `progress`. `by` is the admin who imports.
         """
         named = [one for one in self.reader.campaigns() if one.settings.name == campaign]
         campaign_id = (named[0] if named else self.set_campaign(CampaignSettings(name=campaign))).id
@@ -206,10 +215,23 @@ class VoteStore(Closeable):
             num_done += len(new)
             done += self.import_feedback(said, progress=step)
             num_done += len(said)
+        self.note("import", {"campaign": campaign, **{name: num for name, num in asdict(done).items() if num}}, by=by)
         return done
 
-    def _handle(self, request: Request, progress: OnProgress) -> Imported:
-        return self.import_rows(request.campaign, request.rows, progress)
+    def do(self, chore: Chore) -> Mapping[str, Any]:
+        """Do what a command asks for; returns what came of it."""
+        facts = chore.facts
+        if chore.work == "prune":
+            return self.prune(facts["days"])
+        if chore.work == "delete":
+            return self.delete_person(Person(**facts))
+        self.note(facts["kind"], facts["detail"])
+        return {}
+
+    def _handle(self, request: Request | Chore, progress: OnProgress) -> Mapping[str, Any]:
+        if isinstance(request, Chore):
+            return self.do(request)
+        return asdict(self.import_rows(request.campaign, request.rows, progress))
 
     def ingest(self, campaign_id: int, offers: Sequence[Offer], now: float | None = None) -> int:
         """Number of items made from the trainer's offers. Known ones are skipped, stale ones retired."""
@@ -320,6 +342,43 @@ class VoteStore(Closeable):
         """Id of a new command for the trainer."""
         return self._write(campaigns.add_command, kind, argument, rater_id, or_now(now))
 
+    def note(self, kind: audit.Kind, detail: Mapping[str, Any], *, by: int | None = None) -> None:
+        """Add an entry to the audit log; `by` is the rater or key that did it, None for the server or a command."""
+        self._write(audit.add, kind, by, detail, or_now(None))
+
+    def prune(
+        self,
+        days: float,
+        *,
+        by: int | None = None,
+        now: float | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> dict[str, int]:
+        """Remove stored answers, feedback, usage and entries of the audit log that are older than `days`; returns how
+        many of each. Votes stay.
+
+        It is done in small transactions, between which others write, and until `is_over`.
+        """
+        moment = or_now(now)
+        num: Counter[str] = Counter()
+        while not is_over() and (some := self._write(removal.remove_old, moment - days * inferences.DAY_S)):
+            num += some
+        if num:
+            self._write(audit.add, "prune", by, {"days": days, **num}, moment)
+        return dict(num)
+
+    def delete_person(self, person: Person, *, by: int | None = None, now: float | None = None) -> dict[str, int]:
+        """Remove what is stored of a person, and have the live loop forget it; returns how much of what, and the `id`
+        under which they remain, without a name.
+
+        Answers without feedback go first, in small transactions; then everything else at once. A call that was cut
+        off can be repeated.
+        """
+        num_answers = 0
+        while num := self._write(removal.remove_unrated, person):
+            num_answers += num
+        return self._write(removal.remove_person, person, by, num_answers, or_now(now))
+
     def copy_versions(self, versions: Sequence[PolicyVersion]) -> None:
         """Add or replace the copies of the trainer's versions, which make `votes.db` readable without `runs.db`."""
         self._write(campaigns.copy_versions, versions)
@@ -389,14 +448,32 @@ def import_into(
     for part in portions(rows):
         request = HandedOver(folder_of(path), Request(campaign, part))
         try:
-            done += _result_of(request, path, lambda num, _, before=num_done: progress(before + num, num_rows or 0))
+            told = _result_of(request, path, lambda num, _, before=num_done: progress(before + num, num_rows or 0))
+            done += Imported(**told)
         finally:
             request.remove()
         num_done += len(part)
     return done
 
 
-def _result_of(request: HandedOver, path: Path, progress: OnProgress) -> Imported:
+def do_in(path: Path, chore: Chore, waiting: Callable[[str], None]) -> Mapping[str, Any]:
+    """What comes of `VoteStore.do` for the database at `path`; if another process has it, that one does it.
+
+    Raises StoreInUseError if that one takes no such work.
+    """
+    try:
+        with VoteStore.open(path) as store:
+            return store.do(chore)
+    except StoreInUseError:
+        waiting(f"{path} is in use; its process is asked to do it")
+    request = HandedOver(folder_of(path), chore)
+    try:
+        return _result_of(request, path, _ignore)
+    finally:
+        request.remove()
+
+
+def _result_of(request: HandedOver, path: Path, progress: OnProgress) -> Mapping[str, Any]:
     """The outcome of `request` at the owner of the database; if it ends before, this process is the next owner."""
     began_s = time.monotonic()
     with ExitStack() as owned:

@@ -92,6 +92,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("GET", "POST"), f"{API}/raters", "admin"),
     Rule(("DELETE",), f"{API}/raters/{{rater_id}}", "admin"),
     Rule(("POST",), f"{API}/versions/{{version}}/rollback", "admin"),
+    Rule(("GET",), f"{API}/audit", "admin"),
     Rule(("GET",), f"{API}/stats", "admin"),
     Rule(("GET",), f"{API}/export", "admin"),
     Rule(("GET",), f"{API}/imports", "admin"),

@@ -49,6 +49,12 @@ from tunesmith.observe.reports.chart import DARK, LIGHT
 POLL_S = 0.5
 """Seconds between copies of the trainer's offers."""
 
+PRUNE_S = 3600.0
+"""Seconds between removals of what is older than the retention."""
+
+NOTE_S = 60.0
+"""Seconds between entries of the audit log on failed logins."""
+
 _OFFERS_PER_BATCH = 200
 _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),
@@ -120,13 +126,13 @@ def create_app(
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     services: Services = app.state.services
-    copying = asyncio.create_task(copy_offers(services))
+    tasks = [asyncio.create_task(work(services)) for work in (copy_offers, keep_tidy)]
     try:
         yield
     finally:
         services.shutdown.set()
         with suppress(asyncio.CancelledError):
-            await copying
+            await asyncio.gather(*tasks)
 
 
 async def copy_offers(services: Services) -> None:
@@ -155,6 +161,24 @@ def _copy(services: Services, copied: Sequence[PolicyVersion]) -> Sequence[Polic
     if versions != copied:
         votes.copy_versions(versions)
     return versions
+
+
+async def keep_tidy(services: Services) -> None:
+    """Note failed logins every `NOTE_S`, and remove what is older than the retention at the start and every `PRUNE_S`,
+    until the server ends. Each error is logged once, and the work tried again.
+    """
+    once = Once(get_logger(__name__))
+    days, next_s, is_over = services.settings.retention_days, 0.0, False
+    while not is_over:
+        try:
+            if days is not None and time.monotonic() >= next_s:
+                next_s = time.monotonic() + PRUNE_S
+                await run_in_threadpool(services.votes.prune, days, is_over=services.shutdown.is_set)
+            is_over = await is_set_within(services.shutdown, NOTE_S)
+            if refused := services.logins.take_refused():
+                await run_in_threadpool(services.votes.note, "refused", refused)
+        except TunesmithError as error:
+            once.warning(f"what is old cannot be removed, or failed logins not be noted: {error}")
 
 
 def _templates() -> jinja2.Environment:

@@ -11,8 +11,9 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -36,6 +37,9 @@ from tunesmith.collect.web.run_index import RunIndex
 MAX_TURNS = 50
 MAX_OPEN = 1_000
 """Conversations that are kept in memory; others are read again from their files."""
+
+FOLDER = "arena"
+"""Folder of the conversations, in that of the server."""
 
 KEPT_DAYS = 30.0
 """Days after which the file of a conversation is removed, at the start of a server."""
@@ -167,6 +171,14 @@ class Arena:
             self._sides(conversation)  # there are some
             self._save(conversation)
         return conversation
+
+    def forget(self, rater_id: int) -> int:
+        """Remove the conversations of a rater, and return how many there were."""
+        with self._lock:
+            for one in [one for one in self._open.values() if one.rater_id == rater_id]:
+                self._stop(one)
+                del self._open[one.id]
+            return remove_talks(self._folder, rater_id)
 
     def get(self, id: str, rater_id: int) -> Conversation:
         """The conversation of this rater. Raises HTTPException 404 if it is not theirs, or there is none."""
@@ -351,6 +363,33 @@ class Arena:
         self._open.move_to_end(conversation.id)
         if len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)
+
+
+def talks_of(folder: Path, rater_id: int) -> Iterator[tuple[Path, Conversation]]:
+    """The conversations of a rater in an arena's folder, with their files, in the order of their times."""
+    for file in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime):
+        found = Conversation.of(file.read_text(encoding="utf-8"))
+        if found.rater_id == rater_id:
+            yield file, found
+
+
+def talk_rows(folder: Path, rater_id: int) -> Iterator[Json]:
+    """The conversations of a rater as rows of an export of their data."""
+    for file, talk in talks_of(folder, rater_id):
+        changed_at = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat(timespec="seconds")
+        turns = [
+            {"text": one.text, "answers": [answer["text"] for answer in one.answers], "verdict": one.verdict or None}
+            for one in talk.turns
+        ]
+        yield {"kind": "conversation", "id": talk.id, "time": changed_at, "turns": turns}
+
+
+def remove_talks(folder: Path, rater_id: int) -> int:
+    """Remove the files of a rater's conversations, and return how many there were."""
+    files = [file for file, _ in talks_of(folder, rater_id)]
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
 
 
 def _prompt(turn: Turn) -> Text:

@@ -15,7 +15,7 @@ from tunesmith.base.core.errors import InputError
 from tunesmith.collect.store.vote_reader import VoteReader
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.access import API
-from tunesmith.collect.web.services import Services, ServicesOf, page
+from tunesmith.collect.web.services import Caller, Services, ServicesOf, page
 
 ExportKind = Literal["votes", "rankings", "demonstrations"]
 ExportFormat = Literal["jsonl", "csv"]
@@ -47,6 +47,7 @@ class WantedImport:
     heldout: bool
     question: str | None
     campaign: str
+    by: int
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class Imports:
             with self._turn:
                 files = VoteFiles([wanted.path], wanted.labels, heldout=wanted.heldout, question=wanted.question)
                 state.num_rows, state.state = files.num_given, "storing"
-                done = votes.import_rows(wanted.campaign, files.rows(), progress, files.num_given)
+                done = votes.import_rows(wanted.campaign, files.rows(), progress, files.num_given, by=wanted.by)
             what = "votes" if files.labels == "votes" else "items"
             first = f"{done.num_new} {what} added, {done.num_there} were there already"
             notes = import_notes(done, files.labels, heldout=wanted.heldout)
@@ -123,6 +124,7 @@ def routers() -> tuple[APIRouter, ...]:
     @routes.post("/imports", status_code=202)
     async def begin(
         request: Request,
+        caller: Caller,
         services: ServicesOf,
         name: Annotated[str, Query(min_length=1, max_length=200)],
         labels: Labels | None = None,
@@ -132,7 +134,7 @@ def routers() -> tuple[APIRouter, ...]:
         """Import a file, which is the body of the request. `name` is the file's, whose extension tells its format."""
         path = await _received(request, services.settings.folder / _FOLDER, name)
         campaign = services.campaign().settings.name
-        return imports.begin(services.votes, WantedImport(path, labels, heldout, question or None, campaign))
+        return imports.begin(services.votes, WantedImport(path, labels, heldout, question or None, campaign, caller.id))
 
     @routes.get("/imports")
     def show() -> list[ImportState]:

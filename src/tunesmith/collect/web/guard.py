@@ -151,7 +151,7 @@ class Guard:
         caller = await self._logins.identify(bearer, cookie)
         if caller is None:
             # Looked up first: a right token is let in even while somebody at the same address guesses.
-            wait_s = self._logins.failures.take(address_of(request))
+            wait_s = self._logins.refuse(address_of(request))
             if wait_s:
                 raise _too_many(wait_s)
             what = "key of the API" if is_api(request.scope["path"]) else "login"

@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -215,6 +215,8 @@ class Logins:
         self._votes = votes
         self._cache: OrderedDict[str, tuple[Rater, float]] = OrderedDict()
         self._num_forgotten = 0
+        self._refused: Counter[str] = Counter()
+        self._counting = threading.Lock()
 
     async def identify(self, bearer: str, cookie: str) -> Rater | None:
         """The rater of this token or, without one, this cookie. A session may also be sent as a bearer token."""
@@ -230,6 +232,18 @@ class Logins:
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
         return rater
+
+    def refuse(self, address: str) -> int:
+        """Count a failed login of a network address; 0, or the seconds until it may fail again."""
+        with self._counting:
+            self._refused[address if len(self._refused) < MAX_KEYS else ""] += 1
+            return self.failures.take(address)
+
+    def take_refused(self) -> dict[str, int]:
+        """Numbers of failed logins and of their addresses since the last call; empty if there were none."""
+        with self._counting:
+            refused, self._refused = self._refused, Counter[str]()
+        return {"num": refused.total(), "num_addresses": len(refused)} if refused else {}
 
     def log_out(self, bearer: str, cookie: str) -> None:
         """End the session of this cookie, or of this token if it is one; a personal token stays valid."""

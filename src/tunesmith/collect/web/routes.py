@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.exceptions import HTTPException
@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from tunesmith.collect.store.records import Progress, Rater, VoteReceipt
 from tunesmith.collect.store.vote_stats import VoteStats
 from tunesmith.collect.web.access import API
+from tunesmith.collect.web.api.people import Before, Limit, entry_row
 from tunesmith.collect.web.guard import address_of
 from tunesmith.collect.web.logins import bearer_of
 from tunesmith.collect.web.markdown import html_of
@@ -212,7 +213,7 @@ def presentations() -> APIRouter:
 
 
 def administration() -> APIRouter:
-    """Routes for admins under `/api/v1`: `raters`, `versions/{version}/rollback`, `stats`."""
+    """Routes for admins under `/api/v1`: `raters`, `versions/{version}/rollback`, `audit`, `stats`."""
     routes = APIRouter(prefix=API, tags=["admin"])
 
     @routes.get("/raters")
@@ -238,7 +239,7 @@ def administration() -> APIRouter:
             raise HTTPException(409, "this is your own access; ask another admin to end it")
         if all(rater.id != rater_id for rater in services.votes.reader.raters()):
             raise HTTPException(404, f"there is no rater {rater_id}")
-        services.votes.disable_rater(rater_id)
+        services.votes.disable_rater(rater_id, by=caller.id)
         services.logins.forget()
 
     @routes.post("/versions/{version}/rollback", status_code=202)
@@ -248,6 +249,11 @@ def administration() -> APIRouter:
         if version not in known:
             raise HTTPException(404, f"there is no version {version}")
         return CommandReply(id=services.votes.command("rollback", str(version), caller.id))
+
+    @routes.get("/audit")
+    def audit(services: ServicesOf, before: Before = None, limit: Limit = 20) -> list[dict[str, Any]]:
+        """The newest entries of the audit log, or those before an entry."""
+        return [entry_row(one) for one in services.votes.reader.audit(before, limit)]
 
     @routes.get("/stats")
     def stats(services: ServicesOf) -> VoteStats:
@@ -261,7 +267,7 @@ def _limited(find: Callable[[], Found | None], request: Request, services: Servi
     """The result of `find`, or 401; for addresses with too many failures 429, which a right token never gets."""
     found = find()
     if found is None:
-        wait_s = services.logins.failures.take(address_of(request))
+        wait_s = services.logins.refuse(address_of(request))
         if wait_s:
             raise HTTPException(429, f"too many wrong tokens; try again in {wait_s} s", {"retry-after": str(wait_s)})
         raise HTTPException(401, _UNKNOWN)

@@ -28,7 +28,7 @@ from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.allowed import Allowed
 from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.app import create_app
-from tunesmith.collect.web.arena import Arena, Contestant, of_live_loop, of_runs, tried_in
+from tunesmith.collect.web.arena import FOLDER, Arena, Contestant, of_live_loop, of_runs, tried_in
 from tunesmith.collect.web.drawing import Drawer
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.logins import new_link
@@ -136,7 +136,7 @@ def _jobs(settings: ServerSettings) -> Jobs | None:
 def _arena(settings: ServerSettings, drawer: Drawer, runs: RunReader, studio: Studio | None) -> Arena | None:
     if not settings.has_arena:
         return None
-    folder = settings.folder / "arena"
+    folder = settings.folder / FOLDER
     if studio is None:
         return Arena(folder, drawer, lambda: of_live_loop(settings.folder, runs), keeps_first=True)
     return Arena(folder, drawer, lambda: of_runs(studio.index), keeps_first=False)

@@ -39,7 +39,8 @@ class ServerSettings:
     time, with 0 none can be started; `allow` are the files and names that they may use beside what is built in.
     With `has_arena` people talk with the versions of the live loop, or with the runs. `openai` is what the API serves:
     the live loop of `folder`, a run, or a model; empty for no API.
-    `origins` are those of pages of other servers that may ask the API.
+    `origins` are those of pages of other servers that may ask the API. Stored answers, feedback, usage and the audit
+    log are removed after `retention_days`; None keeps them.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class ServerSettings:
     has_arena: bool = False
     openai: str = ""
     origins: tuple[str, ...] = ()
+    retention_days: float | None = None
     limits: Limits = field(default_factory=Limits)
 
     @property

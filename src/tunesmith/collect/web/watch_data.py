@@ -214,7 +214,8 @@ def _is_alive(pid: int) -> bool:
 def _version(one: PolicyVersion, standing: Json | None) -> Json:
     facts = cast(Json, finite(asdict(one)))
     rate, low, high = (facts.pop(name) for name in ("win_rate", "win_rate_low", "win_rate_high"))
-    del facts["path"]
+    for name in ("path", "last_vote_id", "last_feedback_id", "last_request_id"):
+        del facts[name]
     measured = None if rate is None else {"win_rate": rate, "low": low, "high": high}
     return {**facts, "measured": measured, "from_votes": standing}
 

@@ -63,6 +63,11 @@ class FeedbackMemory(Remembered[LabelledAnswer]):
         """Answers of all labels."""
         return [label.answer for label in (*self.fresh.values(), *self.learnt.values())]
 
+    def clear(self) -> None:
+        """Forget all."""
+        Remembered[LabelledAnswer].clear(self)  # slots=True makes another class, which super() does not know
+        self._label_of.clear()
+
     def add(
         self, page: Iterable[StoredFeedback], requests: Mapping[str, Inference], *, fresh: Iterable[int] | None = None
     ) -> None:

@@ -36,6 +36,8 @@ _log = get_logger(__name__)
 
 _KEPT_CHECKPOINTS = 2
 
+_NOTE = "Data of a person who had it deleted since was among what this version was trained on."
+
 _FIXED = ("model", "prompts", "algorithm", "schema_version", "run.seed")
 """Sections and keys that cannot change in a folder: weights, held-out prompts and random streams depend on them."""
 
@@ -67,6 +69,15 @@ class LiveFolder:
         """Numbers of the versions whose weights are kept, oldest first."""
         found = (self.path / "versions").glob("v[0-9]*")
         return sorted(int(path.name[1:]) for path in found if (path / "README.md").is_file())
+
+    def note_deleted(self, version: int) -> None:
+        """Note beside the weights of a version, once, that it learnt from data that was deleted since."""
+        card = self.version_path(version) / "README.md"
+        text = card.read_text(encoding="utf-8")
+        if _NOTE not in text:
+            aside = card.with_suffix(".new")
+            aside.write_text(f"{text.rstrip()}\n\n{_NOTE}\n", encoding="utf-8")
+            os.replace(aside, card)
 
     def link_final(self, version: int) -> None:
         """Point the link `final` to the served version; remove it for the base model."""

@@ -4,6 +4,7 @@ The trainer offers pairs in `runs.db` and reads votes from `votes.db`, which the
 may start and stop at any time. `Loop.update` is one update from votes to served version.
 """
 
+import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from tunesmith.base.runs.environment import rss_gb
 from tunesmith.base.runs.folder import PLACES
 from tunesmith.collect.data import sets
 from tunesmith.collect.data.prompts import PromptLike
-from tunesmith.collect.store.records import Command
+from tunesmith.collect.store.records import Command, Deleted
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.language_model import model_of_recipe
 from tunesmith.engine.models.load import load_policy
@@ -114,6 +115,15 @@ class Loop:
     def begin(self) -> None:
         """Resume from the newest checkpoint, or start at version 0. Errors as in `Versions.resume`."""
         self.versions.resume()
+        self.read_again()
+        self.job = self.folder.runs.start_job("train", {"serving": self.position.serving})
+        self.start = self.folder.runs.num_jobs("train")
+        if self.cfg.live.update != "dpo":
+            self.reward = RewardUpdate(self.cfg, self.learner, self.offers, self.memory)
+        self.heartbeat("ready")
+
+    def read_again(self) -> None:
+        """Read what was read before, from the beginning, as the position has it."""
         fresh, cursor, last = set(self.position.fresh), 0, self.position.vote_cursor
         while cursor < last:
             page = self.folder.votes.votes_after(cursor, _PAGE_SIZE)
@@ -122,11 +132,6 @@ class Loop:
             cursor = page[-1].id if page else last
         self.read_feedback(0, self.position.feedback_cursor, self.position.fresh_feedback)
         self.read_requests(0, self.position.request_cursor, self.position.fresh_regenerated)
-        self.job = self.folder.runs.start_job("train", {"serving": self.position.serving})
-        self.start = self.folder.runs.num_jobs("train")
-        if self.cfg.live.update != "dpo":
-            self.reward = RewardUpdate(self.cfg, self.learner, self.offers, self.memory)
-        self.heartbeat("ready")
 
     def next_action(self) -> None:
         """Do what is due first: a command, an update, a refill of offers, or waiting."""
@@ -200,7 +205,9 @@ class Loop:
         """Execute a command; an invalid one is skipped with a warning."""
         self.position.command_cursor = command.id
         self.note_fresh()  # what was read since the last checkpoint, whose cursor is behind it
-        if command.kind == "rollback" and command.argument.isdecimal():
+        if command.kind == "forget":
+            self.forget(Deleted(**json.loads(command.argument)))
+        elif command.kind == "rollback" and command.argument.isdecimal():
             self.heartbeat("going back")
             if self.versions.roll_back(int(command.argument)):
                 self.known_correct = {}
@@ -210,6 +217,19 @@ class Loop:
         else:
             _log.warning("command %d is skipped: %s %r", command.id, command.kind, command.argument)
         self.folder.save(self.versions.checkpoint())
+
+    def forget(self, deleted: Deleted) -> None:
+        """Note which versions learnt from data that was deleted, and read the votes again, without it."""
+        self.heartbeat("forgetting")
+        self.versions.mark_learnt(deleted)
+        self.memory.clear()
+        self.feedback.clear()
+        self.regenerated.clear()
+        self.read_again()
+        self.note_fresh()
+        if self.reward is not None:  # as after a restart, it is trained anew, on what is left
+            self.reward = RewardUpdate(self.cfg, self.learner, self.offers, self.memory)
+        _log.info("somebody's data was deleted; it is not learnt from any more")
 
     def trial_is_over(self, now: float) -> bool:
         """Serve the tried version, or take it back, as soon as the feedback or the time says which; True if so.
@@ -276,6 +296,9 @@ class Loop:
             labels = self.feedback.take(section.max_votes_per_update) if self.learns_thumbs else []
             pairs = self.regenerated.take(section.max_votes_per_update)
             position.num_updates += 1
+            position.last_vote = max(position.last_vote, *(one.vote_id for one in votes), 0)
+            position.last_feedback = max(position.last_feedback, *(one.feedback_id for one in labels), 0)
+            position.last_request = max(position.last_request, *(-one.vote_id for one in pairs), 0)
             steps = self.learn(votes, labels, pairs)
             not_finite = next((step.report.bad_part for step in steps if step.report and step.report.refused), "")
             correct_after = self.learner.correct(heldout)

@@ -44,6 +44,12 @@ class RegeneratedMemory(Remembered[VotedPair]):
         """Answers of all pairs."""
         return [answer for pair in (*self.fresh.values(), *self.learnt.values()) for answer in pair.answers]
 
+    def clear(self) -> None:
+        """Forget all."""
+        Remembered[VotedPair].clear(self)  # slots=True makes another class, which super() does not know
+        self._asked.clear()
+        self._names.clear()
+
     def add(self, requests: Iterable[Inference]) -> None:
         """Note requests from the store, in order."""
         for request in requests:

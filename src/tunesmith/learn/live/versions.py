@@ -16,7 +16,7 @@ from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.trace import span
 from tunesmith.base.runs.checkpoint import Checkpoint, snapshot
 from tunesmith.collect.statistics.intervals import mcnemar, proportion_interval
-from tunesmith.collect.store.records import PolicyVersion
+from tunesmith.collect.store.records import Deleted, PolicyVersion
 from tunesmith.engine.models.export import ModelCard
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.lora import trained_parameters
@@ -73,9 +73,10 @@ class Position:
 
     `num_updates` includes dropped updates; `num_votes` are those that the served version was trained on. Cursors are
     ids of the newest vote, command, feedback and request that were read, `fresh`, `fresh_feedback` and
-    `fresh_regenerated` ids of votes, feedback and pairs not yet trained on. `unserved` are creation times of votes
-    whose update was dropped or is tried; `latencies_s` are the times from vote to served version. `tried` is the
-    version on trial, 0 without one, since `tried_since`.
+    `fresh_regenerated` ids of votes, feedback and pairs not yet trained on; `last_vote`, `last_feedback` and
+    `last_request` are the largest ids that were. `unserved` are creation times of votes whose update was dropped or is
+    tried; `latencies_s` are the times from vote to served version. `tried` is the version on trial, 0 without one,
+    since `tried_since`.
     """
 
     num_updates: int = 0
@@ -91,11 +92,20 @@ class Position:
     fresh_feedback: list[int] = field(default_factory=list[int])
     request_cursor: int = 0
     fresh_regenerated: list[int] = field(default_factory=list[int])
+    last_vote: int = 0
+    last_feedback: int = 0
+    last_request: int = 0
     tried: int = 0
     tried_since: float = 0.0
     unserved: list[float] = field(default_factory=list[float])
     latencies_s: list[float] = field(default_factory=list[float])
     versions: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def note_learnt(self) -> None:
+        """Note as learnt what was read and does not wait for an update: ids grow, and the smallest are learnt first."""
+        self.last_vote = min(self.fresh, default=self.vote_cursor + 1) - 1
+        self.last_feedback = min(self.fresh_feedback, default=self.feedback_cursor + 1) - 1
+        self.last_request = min(self.fresh_regenerated, default=self.request_cursor + 1) - 1
 
     @property
     def version(self) -> int:
@@ -152,6 +162,8 @@ class Versions:
             saved: Any = found.state
             restart.check_identity(saved["identity"], self.identity, self.folder.path)
             self.position = Position(**saved["position"])
+            if "last_vote" not in saved["position"]:  # of an earlier release
+                self.position.note_learnt()
             self.load(found)
             log_sizes = saved.get("log_sizes", {})
         self.folder.files.cut_logs(log_sizes)
@@ -181,6 +193,7 @@ class Versions:
             path = str(self.export(position.newest, result, num_votes))
             faults.reach("live/version")
         now, is_tried = time.time(), result.passes and self.cfg.live.canary.share > 0
+        parent = self.find(position.serving)
         version = PolicyVersion(
             version=position.newest,
             created_at=now,
@@ -192,6 +205,10 @@ class Versions:
             accepted=result.passes,
             serving=result.passes and not is_tried,
             note=result.reason,
+            last_vote_id=position.last_vote,
+            last_feedback_id=position.last_feedback,
+            last_request_id=position.last_request,
+            learnt_deleted=parent is not None and parent.learnt_deleted,
         )
         position.unserved = [*position.unserved, *created_at]
         if is_tried:
@@ -264,7 +281,8 @@ class Versions:
         if position.tried not in (0, number):
             self.note_trial(f"not decided: version {number} was gone back to")
         self.load_weights(number)
-        found = self.find(number) or PolicyVersion(number, time.time(), path=str(path) if number else "")
+        known = self.find(number) or self.folder.runs.version(number)
+        found = known or PolicyVersion(number, time.time(), path=str(path) if number else "")
         note = f"gone back to from version {position.version}"
         version = replace(found, serving=True, accepted=True, note=note)
         position.serving, position.num_votes, position.tried = number, version.num_votes, 0
@@ -274,6 +292,14 @@ class Versions:
         self.folder.link_final(number)
         self.folder.announce_trial(0, 0.0)
         return True
+
+    def mark_learnt(self, deleted: Deleted) -> None:
+        """Note in the records of versions, and beside their weights, that they learnt from data that was deleted."""
+        marked = self.folder.runs.mark_learnt(deleted)
+        for row in self.position.versions:
+            row["learnt_deleted"] = bool(row.get("learnt_deleted")) or row["version"] in marked
+        for number in set(marked) & set(self.folder.kept_versions()):
+            self.folder.note_deleted(number)
 
     def load_weights(self, number: int) -> None:
         """Give the policy the weights of version `number`, which are kept, and a new optimizer."""

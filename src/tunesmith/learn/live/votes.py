@@ -58,6 +58,11 @@ class Remembered(Generic[JudgedT]):
     fresh: dict[int, JudgedT] = field(default_factory=dict[int, JudgedT], kw_only=True)
     learnt: dict[int, JudgedT] = field(default_factory=dict[int, JudgedT], kw_only=True)
 
+    def clear(self) -> None:
+        """Forget all."""
+        self.fresh.clear()
+        self.learnt.clear()
+
     def take(self, limit: int) -> list[JudgedT]:
         """Move the oldest `limit` fresh ones to the learnt ones, and return them."""
         taken = {id: self.fresh.pop(id) for id in sorted(self.fresh)[:limit]}
@@ -93,6 +98,12 @@ class VoteMemory(Remembered[VotedPair]):
         """Answers of all votes."""
         votes = (*self.fresh.values(), *self.learnt.values(), *self.heldout.values())
         return [answer for vote in votes for answer in vote.answers]
+
+    def clear(self) -> None:
+        """Forget all."""
+        Remembered[VotedPair].clear(self)  # slots=True makes another class, which super() does not know
+        self.heldout.clear()
+        self._vote_of.clear()
 
     def add(self, votes: Iterable[StoredVote], *, learnt: bool = False) -> None:
         """Add votes from the store; a changed vote replaces the one before. `learnt` marks them as trained on.

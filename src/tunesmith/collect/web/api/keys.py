@@ -123,7 +123,7 @@ def router() -> APIRouter:
         found = _key_named(services, name)
         if found.id == caller.id:
             raise RefusedError(409, "this is your own key; end it with another one")
-        services.votes.disable_rater(found.id)
+        services.votes.disable_rater(found.id, by=caller.id)
         services.logins.forget()
 
     @routes.post(USER_TOKENS, status_code=201)

@@ -17,7 +17,7 @@ from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.inferences import Speaker, conversation_of
 from tunesmith.collect.store.records import Feedback, KeyUser, Rater
 from tunesmith.collect.web.access import Rule
-from tunesmith.collect.web.api import keys, openai
+from tunesmith.collect.web.api import keys, openai, people
 from tunesmith.collect.web.api.answering import Answering, Form, answered, whole
 from tunesmith.collect.web.api.anthropic import CountRequest, MessageForm, MessagesRequest
 from tunesmith.collect.web.api.endpoint import Endpoint
@@ -44,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("GET", "POST"), FEEDBACK, "feedback", max_body=MAX_BODY),
     *keys.RULES,
+    *people.RULES,
 )
 """Rules of the API, for the guard's table."""
 
@@ -93,12 +94,12 @@ class FeedbackRequest(BaseModel):
 
 
 def routers(endpoint: Endpoint) -> list[APIRouter]:
-    """The routers of models and metrics, of answers, of feedback, and of keys."""
+    """The routers of models and metrics, of answers, of feedback, of keys, and of people's data."""
     metrics, limited = Metrics(endpoint), Depends(keys.Limits().check)
     answers = APIRouter(tags=["API"], dependencies=[limited])
     _add_answers(answers, endpoint, metrics)
     _add_other_forms(answers, endpoint, metrics)
-    return [_models(endpoint, metrics), answers, _feedback(metrics), keys.router()]
+    return [_models(endpoint, metrics), answers, _feedback(metrics), keys.router(), people.router()]
 
 
 def _models(endpoint: Endpoint, metrics: Metrics) -> APIRouter:

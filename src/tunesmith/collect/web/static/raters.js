@@ -5,8 +5,11 @@ import { $, html } from "./dom.js";
 const showStatus = (text) => ($("status").textContent = text);
 const percent = (value) => (value === null || value === undefined ? "" : `${Math.round(100 * value)} %`);
 
+const ENTRIES = 20;
+
 async function refresh() {
-  const [raters, stats] = await Promise.all([call("GET", "raters"), call("GET", "stats")]);
+  const [raters, stats, entries] = await Promise.all([call("GET", "raters"), call("GET", "stats"), call("GET", `audit?limit=${ENTRIES}`)]);
+  showEntries(entries, []);
   const byId = new Map(stats.raters.map((one) => [one.rater_id, one]));
   $("rows").replaceChildren(...raters.map((rater) => row(rater, byId.get(rater.id))));
   const { alpha } = stats;
@@ -14,6 +17,18 @@ async function refresh() {
     alpha.value === null
       ? `Agreement (Krippendorff's alpha): ${alpha.reason}`
       : `Agreement (Krippendorff's alpha): ${alpha.value.toFixed(2)} over ${alpha.num} items`;
+}
+
+function showEntries(entries, before) {
+  $("log").replaceChildren(...before, ...entries.map(entryRow));
+  $("earlier").hidden = entries.length < ENTRIES;
+  $("earlier").value = entries.at(-1)?.id ?? "";
+}
+
+function entryRow(entry) {
+  const details = Object.entries(entry.detail).map(([name, value]) => `${name} ${value}`).join(", ");
+  const cells = [new Date(1000 * entry.created_at).toLocaleString(), entry.who, entry.kind, entry.about ?? "", details];
+  return html("tr", {}, ...cells.map((text) => html("td", {}, text)));
 }
 
 function row(rater, stats) {
@@ -48,6 +63,14 @@ $("invite").addEventListener("submit", (event) => {
     $("name").value = "";
     $("link").select();
   });
+});
+$("earlier").addEventListener("click", async () => {
+  const shown = [...$("log").children];
+  try {
+    showEntries(await call("GET", `audit?limit=${ENTRIES}&before=${$("earlier").value}`), shown);
+  } catch (error) {
+    showStatus(error.message);
+  }
 });
 document.querySelector("#invite button").disabled = false;
 

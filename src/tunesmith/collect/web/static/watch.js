@@ -231,6 +231,8 @@ function versionRow(one) {
   const served = one.serving ? "serving" : one.accepted ? "" : "turned down";
   const button = html("button", { type: "button", "aria-label": `Roll back to version ${one.version}` }, "Roll back");
   button.addEventListener("click", () => askBeforeRollback(one));
+  const mark = one.learnt_deleted ? "learnt from data that was deleted since" : "";
+  const words = [[served, one.note].filter(Boolean).join(": "), mark].filter(Boolean).join("; ");
   const rate = one.shown ? interval(one.shown) : one.from_votes?.note || "–";
   return html(
     "tr",
@@ -241,7 +243,7 @@ function versionRow(one) {
     html("td", {}, one.heldout_accuracy === null ? "–" : percent(one.heldout_accuracy)),
     html("td", {}, one.kl === null ? "–" : short(one.kl)),
     html("td", {}, String(one.num_votes)),
-    html("td", { class: "words" }, [served, one.note].filter(Boolean).join(": ") || "–"),
+    html("td", { class: "words" }, words || "–"),
     "mayRollBack" in $("watch").dataset ? html("td", {}, one.serving || !one.accepted ? null : button) : null,
   );
 }
