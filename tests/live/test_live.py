@@ -347,7 +347,7 @@ def test_thumbs_of_a_deleted_user_are_forgotten_and_the_record_of_an_earlier_rel
             run_updates(loop, loop.position.num_updates + 1)
         assert len(loop.feedback.learnt) == 2
         early = people.runs.versions()[1]
-        loop.folder.runs.add_version(replace(early, last_vote_id=None, last_feedback_id=None))
+        loop.folder.runs.add_version(replace(early, last_vote_id=None, last_feedback_id=None, last_request_id=None))
         people.store.delete_person(people.store.reader.person(second, "app"))
         loop.next_action()
         assert [one.learnt_deleted for one in people.runs.versions()] == [False, False, True]

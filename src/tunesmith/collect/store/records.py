@@ -388,8 +388,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Data that was deleted: the smallest id of a vote, of feedback and of a request that trainers may have learnt from,
-    None if there was none, and the earliest time of a vote or feedback.
+    """Data that was deleted: the smallest ids of a vote, of feedback and of a request that trainers may have learnt
+    from, None if there was none, and the earliest time of a vote or feedback.
     """
 
     vote_id: int | None = None
@@ -453,7 +453,8 @@ class PolicyVersion:
     """A version of the policy and its evaluation. `accepted` is False if a check rejected it; at most one `serving`.
 
     No vote, feedback and request with a larger id than `last_vote_id`, `last_feedback_id` and `last_request_id` was
-    learnt from, None if that is not known. `learnt_deleted`: data that was deleted since was among what it, or a version before it, learnt from.
+    learnt from, None if that is not known. `learnt_deleted`: data that was deleted since was among what it, or a
+    version before it, learnt from.
     """
 
     version: int

@@ -192,8 +192,8 @@ def _own_items(connection: Connection, rater_id: int) -> list[int]:
 def _learnable(
     connection: Connection, ids: Sequence[int], said: ColumnElement[bool], asked: ColumnElement[bool]
 ) -> Deleted:
-    """What of the presentations `ids`, and of feedback and requests for which `said` and `asked` hold, trainers may have
-    learnt from.
+    """What trainers may have learnt from of the presentations `ids`, and of feedback and requests for which `said` and
+    `asked` hold.
     """
     joined = votes.join(presentations).join(items)
     found: list[Any] = []

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import Connection, and_, case, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, delete, func, insert, or_, select, update
 from sqlalchemy.exc import DBAPIError
 
 from tunesmith.base.core.errors import StoreError
