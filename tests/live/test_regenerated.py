@@ -242,3 +242,20 @@ def test_a_thumb_that_is_withdrawn_takes_the_pair_with_it(tmp_path: Path) -> Non
         people.say(second, None)
         loop.read_votes()
         assert not loop.regenerated.fresh
+
+
+def test_a_pair_of_deleted_requests_is_forgotten_and_its_versions_say_so(tmp_path: Path) -> None:
+    with looping(recipe(tmp_path, regenerated_within_s=600.0)) as loop, voters(tmp_path) as people:
+        for number in range(3):
+            tried_twice(loop, people, f"user {number}")
+        run_updates(loop, 1)
+        tried_twice(loop, people, "late")
+        loop.read_votes()
+        people.store.delete_person(people.store.reader.person("late", "app"))
+        loop.next_action()
+        assert (len(loop.regenerated.fresh), len(loop.regenerated.learnt)) == (0, 3)
+        assert [one.learnt_deleted for one in people.runs.versions()] == [False, False]
+        people.store.delete_person(people.store.reader.person("user 2", "app"))
+        loop.next_action()
+        assert len(loop.regenerated.learnt) == 2
+        assert [one.learnt_deleted for one in people.runs.versions()] == [False, True]

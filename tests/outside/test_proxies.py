@@ -174,14 +174,9 @@ def test_admins_use_the_pages_of_runs_below_a_path_prefix(studio, behind, visit,
     assert page.url.startswith(f"{seen.url}/compare?")
 
 
-@pytest.mark.browser
-@pytest.mark.parametrize("headers", [ALL_HEADERS, ""], ids=["all headers", "not even Host"])
-def test_tls_ends_at_the_proxy(serve, behind, visit, require, tmp_path, headers):
-    """The proxy has the certificate, so the browser is told to send the session over TLS alone; nginx passes on no
-    Host header unless its configuration says so, and then Django's check of the Origin refuses each form.
-
-    Reported: issue 45.19
-    """
+@pytest.fixture
+def certificate(require, tmp_path) -> None:
+    """A certificate of our own for nginx."""
     command = [
         require("openssl"),
         "req",
@@ -197,6 +192,16 @@ def test_tls_ends_at_the_proxy(serve, behind, visit, require, tmp_path, headers)
     subprocess.run(
         [*command, "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"], check=True, capture_output=True
     )
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("headers", [ALL_HEADERS, ""], ids=["all headers", "not even Host"])
+def test_tls_ends_at_the_proxy(serve, behind, visit, certificate, headers):
+    """The proxy has the certificate, so the browser is told to send the session over TLS alone; nginx passes on no
+    Host header unless its configuration says so, and then Django's check of the Origin refuses each form.
+
+    Reported: issue 45.19
+    """
     seen = behind(serve(pairs(2)), "/", "", headers, tls=True)
     context = visit.context(seen, ignore_https_errors=True)
     (cookie,) = context.cookies()
@@ -226,6 +231,32 @@ def test_events_come_through_the_proxy_as_they_happen(serve, behind):
                 (row,) = json.loads(line.removeprefix("data: "))["rows"]
                 assert row[1] == step
                 trainer.add_metrics(step + 1, {"reward": 0.5})
+
+
+def test_the_api_below_a_prefix_with_tls_as_documented(serve, behind, certificate):
+    """Clients ask an API behind nginx at https://host/prefix/v1: streams came at once at the end, long prompts were too
+    large, and slow answers were cut off after a minute.
+
+    Reported: ggml-org/llama.cpp#20872
+    """
+    openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    lines = re.search(r"location /tunesmith/ \{\n(.*?)\n\}", page, re.DOTALL)[1].splitlines()
+    headers = "\n".join(line for line in lines if "proxy_pass" not in line)
+    server = serve(flags=["--openai", "tiny:llama"])
+    seen = behind(server, "/tunesmith/", "/", headers, tls=True)
+    with httpx.Client(verify=False) as unchecked:  # the certificate is our own
+        client = openai.OpenAI(
+            base_url=f"{seen.url}/v1", api_key=server.facts["key"], http_client=unchecked, max_retries=0
+        )
+        asked = {"model": "tiny:llama", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "seed": 1}
+        whole = client.chat.completions.create(**asked).choices[0].message.content
+        events = list(client.chat.completions.create(**asked, stream=True))
+        assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == whole
+        large = {"metadata": {"note": "x" * 1_100_000}}
+        assert client.chat.completions.create(**asked, extra_body=large).choices[0].message.content == whole
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="sk-wrong").models.list()
 
 
 def test_a_vote_that_a_proxy_spoils_names_the_remedy(serve, behind):

@@ -1,6 +1,9 @@
 """What is removed by age or by person, what stays whole, and the log that tells of it."""
 
+import random
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -89,7 +92,7 @@ def words_in(path: Path) -> str:
 
 
 def test_what_is_older_is_removed_unless_it_was_rated_since_and_votes_stay(store: VoteStore, key: int, path: Path):
-    for number in range(450):
+    for number in range(250):
         answered(store, key, f"old-{number}", days=40)
     answered(store, key, "rated", days=40, episode="talk")
     answered(store, key, "young", days=10)
@@ -102,7 +105,7 @@ def test_what_is_older_is_removed_unless_it_was_rated_since_and_votes_stay(store
     say(store, key, 5, "thumbs", False, inference="rated")
     store.charge(key, 5, now=NOW - 40 * DAY_S)
     store.charge(key, 7, now=NOW)
-    assert store.prune(30, now=NOW) == {"answers": 450, "feedback": 3, "usage": 1}
+    assert store.prune(30, now=NOW) == {"answers": 250, "feedback": 3, "usage": 1}
     assert set(store.reader.inferences(["old-7", "rated", "young"])) == {"rated", "young"}
     assert [(one.metric, one.value) for one in store.reader.feedback_after(0)] == [
         ("stars", 1.0),
@@ -119,7 +122,7 @@ def test_what_is_older_is_removed_unless_it_was_rated_since_and_votes_stay(store
         say(store, key, 0, "preference", {"better": 1, "worse": 0}, inference="old-7")
     assert store.prune(30, now=NOW) == {} and store.prune(1e9, now=NOW) == {}
     (entry,) = [one for one in store.reader.audit() if one.kind == "prune"]
-    assert entry.detail == {"days": 30, "answers": 450, "feedback": 3, "usage": 1}
+    assert entry.detail == {"days": 30, "answers": 250, "feedback": 3, "usage": 1}
 
 
 def test_the_log_is_pruned_too_and_never_changed(store: VoteStore, key: int):
@@ -272,11 +275,11 @@ def test_a_deleted_rater_has_no_access_and_their_items_are_asked_of_others_again
 
 def test_a_deleted_key_leaves_the_data_of_its_users(store: VoteStore, key: int):
     filled(store, key)
-    for number in range(450):
+    for number in range(250):
         answered(store, key, f"own-{number}", 1, user="")
     say(store, key, 0, "thumbs", True, inference="own-3")
     done = store.delete_person(store.reader.person("app"), now=NOW)
-    assert done == {"id": key, "answers": 450, "feedback": 1, "usage": 1}
+    assert done == {"id": key, "answers": 250, "feedback": 1, "usage": 1}
     assert len(store.reader.inferences(["ada-1", "ada-2", "bob-1", "own-3"])) == 3
     assert [one.name for one in store.reader.raters() if one.scopes] == [f"deleted {key}"]
 
@@ -311,7 +314,7 @@ def test_what_was_imported_of_a_person_goes_with_its_answers(store: VoteStore, p
 
 
 def test_nothing_is_lost_while_others_write_and_they_do_not_wait_for_the_end(store: VoteStore, key: int, path: Path):
-    for number in range(1500):
+    for number in range(600):
         answered(store, key, f"old-{number}", days=40)
     order: list[str] = []
 
@@ -321,14 +324,59 @@ def test_nothing_is_lost_while_others_write_and_they_do_not_wait_for_the_end(sto
 
     thread = threading.Thread(target=prune)
     thread.start()
-    names = [f"young-{number}" for number in range(100)]
+    names = [f"young-{number}" for number in range(40)]
     for name in names:
         answered(store, key, name, days=0)
         say(store, key, 0, "preference", {"better": 0, "worse": 1}, inference=name)
     order.append("written")
     thread.join()
-    assert rows(path, "inferences") == 100 and len(store.reader.inferences(names)) == 100
-    assert len(store.reader.votes_after(0)) == len(store.reader.feedback_after(0)) == 100
+    assert rows(path, "inferences") == 40 and len(store.reader.inferences(names)) == 40
+    assert len(store.reader.votes_after(0)) == len(store.reader.feedback_after(0)) == 40
+
+
+_REMOVER = """
+import sys
+from tunesmith.collect.store.votes import VoteStore
+store = VoteStore.open(sys.argv[1])
+person = store.reader.person("Ann Doe")
+print("ready", flush=True)
+store.prune(30, now=float(sys.argv[2]))
+store.delete_person(person)
+"""
+
+
+def test_a_kill_in_the_middle_leaves_a_person_whole_or_gone_and_a_repeat_does_the_rest(tmp_path: Path):
+    path, dice = tmp_path / "votes.db", random.Random(3)
+    with VoteStore.open(path, seed=0) as store:
+        store.set_campaign(CampaignSettings(overlap=2), now=NOW)
+        app = store.add_rater("app", key=KeySettings(("generate", "feedback")), now=NOW).rater.id
+        filled(store, app)
+        for number in range(500):
+            answered(store, app, f"old-{number}", days=40)
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", _REMOVER, path, str(NOW)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        told = process.stdout.readline()
+        time.sleep(dice.uniform(0.0, 0.15))
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        with closing(sqlite3.connect(path)) as connection:
+            assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+            (num_votes,) = connection.execute("SELECT count(*) FROM votes").fetchone()
+            (num_there,) = connection.execute("SELECT count(*) FROM raters WHERE name = 'Ann Doe'").fetchone()
+            (num_told,) = connection.execute("SELECT count(*) FROM commands WHERE kind = 'forget'").fetchone()
+        assert (num_votes, num_there, num_told) in ((9, 1, 0), (7, 0, 1))
+        if not num_there:
+            break
+        assert told == b"ready\n"
+    with VoteStore.open(path) as store:
+        store.prune(30, now=NOW)
+        if num_there:
+            store.delete_person(store.reader.person("Ann Doe"))
+        assert store.reader.stats().num_votes == 7 and rows(path, "inferences") == 4
+    # No copy stays in free pages.
+    assert not any(b"Ann Doe" in file.read_bytes() for file in tmp_path.glob("votes.db*"))
 
 
 def test_a_command_has_the_owner_of_the_file_do_the_work(store: VoteStore, key: int, path: Path):

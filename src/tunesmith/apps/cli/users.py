@@ -58,17 +58,14 @@ def export(words: Sequence[str]) -> None:
 
 def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     """Write rows to a new file; returns how many. Raises InputError."""
-    num = 0
     try:
         with path.open("x", encoding="utf-8") as file:
             path.chmod(0o600)
-            for num, row in enumerate(rows, start=1):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            return sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
     except FileExistsError:
         raise InputError(f"{path} exists; nothing is overwritten, so give a new name") from None
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
-    return num
 
 
 def delete(words: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 from urllib.parse import quote
@@ -84,7 +84,12 @@ class OwnedDatabase(Closeable):
             self._resources = stack.pop_all()
 
     def close(self) -> None:
-        """Close the connection and release the lock."""
+        """Close the connection and release the lock. What was deleted is no longer in the log of a file."""
+        raw = None if self.connection.closed else self.connection.connection.dbapi_connection
+        if isinstance(raw, sqlite3.Connection) and not raw.in_transaction:
+            with suppress(sqlite3.Error):  # in use by a reader, or a full disk: the next close empties it
+                raw.execute(f"PRAGMA busy_timeout={int(1000 * _LOCK_TIMEOUT_S)}")
+                raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._resources.close()
 
 
@@ -213,6 +218,8 @@ def _writing_engine(path: Path, *, durable: bool) -> Engine:
         connection.execute(f"PRAGMA journal_mode={'DELETE' if is_remote else 'WAL'}")
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys=ON")
+        # What was deleted is overwritten: somebody's data does not stay in free pages.
+        connection.execute("PRAGMA secure_delete=ON")
         # An import touches most pages of an index whose keys are random; pages that do not fit are written twice.
         connection.execute(f"PRAGMA cache_size=-{_CACHE_KB}")
         return connection
