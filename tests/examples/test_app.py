@@ -1,7 +1,9 @@
 """The chat page of `examples/app` in a browser: another server's page, which asks and judges with a user's token."""
 
 import http.server
+import os
 import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +17,7 @@ pytest.importorskip("axe_playwright_python")
 from arena_parts import HOSTILE, make_loop
 from page_fixtures import browser
 from page_parts import faults_of, looks
+from pages import blocks
 from server_parts import Client, Server
 from tunesmith.collect.store.votes import VoteStore
 
@@ -89,6 +92,34 @@ def said(server: Server) -> list[tuple[str, object]]:
     """Metric and value of all feedback, as the key of the application sees it."""
     key = Client(server.url, server.facts["key"])
     return [(one["metric_name"], one["value"]) for one in key.send("GET", "/v1/feedback").json["data"]]
+
+
+def test_the_link_of_the_readme_leads_to_a_model_that_draws(browser: Any, origin: str, tmp_path: Path):
+    flags = ("--openai", "tiny:llama", "--allow-origin", origin)
+    server = Server(tmp_path / "app", flags).start()
+    context = browser.new_context()
+    context.set_default_timeout(60_000)
+    try:
+        (script,) = (block.text for block in blocks(APP / "README.md") if block.language == "sh")
+        for address, ours in (("http://127.0.0.1:8000", server.url), ("http://localhost:9000", origin)):
+            assert address in script
+            script = script.replace(address, ours)
+        given = {**os.environ, "OPENAI_API_KEY": server.facts["key"]}
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=given, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        page = context.new_page()
+        page.goto(done.stdout.strip())
+        page.locator("#model", has_text="llama").wait_for()
+        ask(page, "Hello")
+        page.get_by_role("button", name="Bad answer").and_(page.locator(":enabled")).click()
+        page.locator("[aria-label='Bad answer'][aria-pressed=true]").wait_for()
+        assert said(server) == [("thumbs", False)]
+    finally:
+        context.close()
+        server.kill()
+    with VoteStore.open(tmp_path / "app" / "votes.db") as store:
+        (asked,) = store.reader.inferences_after(0)
+    assert asked.user == "ada" and asked.choices[0].token_ids
 
 
 def test_a_person_asks_judges_corrects_and_goes_on(page: Any, server: Server):
