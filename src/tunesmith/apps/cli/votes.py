@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tunesmith.apps.cli.options import Positional, flag, parse
+from tunesmith.apps.cli.options import DATABASE, Positional, checked_database, flag, parse
 from tunesmith.apps.cli.output import Output, reporting, wants_progress
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.log import get_logger, visible
@@ -34,6 +34,7 @@ class ImportOptions:
         tuple[str, ...], Positional, flag("JSONL, JSON, CSV, Parquet, a datasets folder, exports of tools.", "FILE")
     ] = ()
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     labels: Annotated[
         Literal["drop", "votes", "gold"] | None,
         flag(
@@ -58,6 +59,7 @@ class ExportVotesOptions:
 
     dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.csv, NAME.parquet, or a new folder.", "DEST")]
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     kind: Annotated[Literal["votes", "rankings", "demonstrations", "feedback"], flag("What to write.")] = "votes"
     format: Annotated[
         Literal["jsonl", "csv", "parquet", "datasets", "argilla", "openai-preference", "openai-chat", "label-studio"]
@@ -75,6 +77,7 @@ class StatsOptions:
     """Count votes; how far raters agree, what they lean to, and which versions and models win."""
 
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
@@ -102,7 +105,7 @@ def import_(words: Sequence[str]) -> None:
         what = "votes" if files.labels == "votes" else "items"
         with progress(what, files.num_given, enabled=files.num_given > _QUIET and wants_progress()) as reporter:
             done = import_into(
-                options.dir.expanduser() / VOTES_FILE,
+                _place(options),
                 options.campaign,
                 files.rows(),
                 lambda num_done, _: reporter.update(num_done),
@@ -135,7 +138,7 @@ def export(words: Sequence[str]) -> None:
         raise InputError(f"{form} holds votes, not {options.kind}; choose another format")
     if form == "openai-chat" and options.kind != "demonstrations":
         raise InputError("openai-chat holds written answers; add --kind demonstrations")
-    with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
+    with reporting(as_json=options.json) as output, _reader(options) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
         if options.kind == "rankings":
             num = write_rows(options.dest, map(ranking_columns, reader.export_rankings(campaign_id)), form)
@@ -160,9 +163,9 @@ def stats(words: Sequence[str]) -> None:
     options = parse(StatsOptions, words, "votes stats")
     from tunesmith.observe.reports.text import count_of
 
-    with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
+    with reporting(as_json=options.json) as output, _reader(options) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
-        found, places = reader.stats(campaign_id), _leaderboard(options.dir)
+        found, places = reader.stats(campaign_id), _leaderboard(options)
         _say(found, output)
         base = next((visible(one.name) for one in places if one.low == one.high == 0.5), "")
         for one in places[:_MAX_SHOWN]:
@@ -171,23 +174,28 @@ def stats(words: Sequence[str]) -> None:
         output.finish({**asdict(found), "leaderboard": list(map(asdict, places))})
 
 
-def _leaderboard(folder: Path) -> "Sequence[Standing]":
+def _leaderboard(options: StatsOptions) -> "Sequence[Standing]":
     """Versions and models that votes compare, over all campaigns: the strongest first."""
     from tunesmith.collect.statistics.bradley_terry import leaderboard
     from tunesmith.collect.store.vote_watch import VoteWatch
 
-    with VoteWatch(folder.expanduser() / VOTES_FILE) as watch:
+    with VoteWatch(_place(options)) as watch:
         return leaderboard(watch.contests()[1])
 
 
-def _reader(folder: Path) -> "VoteReader":
-    """A reader of the folder's votes. Raises InputError if it has none."""
+def _place(options: ImportOptions | ExportVotesOptions | StatsOptions) -> str | Path:
+    """Where the votes are: in the folder, or in the database of a server."""
+    return checked_database(options.database) or options.dir.expanduser() / VOTES_FILE
+
+
+def _reader(options: ExportVotesOptions | StatsOptions) -> "VoteReader":
+    """A reader of the votes. Raises InputError if the folder has none."""
     from tunesmith.collect.store.vote_reader import VoteReader
 
-    path = folder.expanduser() / VOTES_FILE
-    if not path.is_file():
-        raise InputError(f"{path} does not exist; name the folder of a `tunesmith serve` or `votes import` in --dir")
-    return VoteReader.open(path)
+    place = _place(options)
+    if isinstance(place, Path) and not place.is_file():
+        raise InputError(f"{place} does not exist; name the folder of a `tunesmith serve` or `votes import` in --dir")
+    return VoteReader.open(place)
 
 
 def _say(found: "VoteStats", output: Output) -> None:
