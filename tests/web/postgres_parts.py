@@ -1,9 +1,12 @@
 """A server of PostgreSQL in a folder of its own, which is reached by a socket in it."""
 
 import os
+import select
 import shutil
+import socket
 import subprocess
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +22,7 @@ DEBIAN = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
 PATH = os.pathsep.join([os.environ.get("PATH", ""), *map(str, reversed(DEBIAN))])
 START_S = 60
+SOCKET = ".s.PGSQL.5432"
 
 
 @dataclass
@@ -36,7 +40,9 @@ class Postgres:
         settings = ["listen_addresses = ''", f"unix_socket_directories = '{self.folder}'", "max_connections = 200"]
         settings += [f"fsync = {'on' if is_durable else 'off'}"]
         with (self.folder / "data" / "postgresql.conf").open("a") as file:
-            file.write("\n".join([*settings, "shared_buffers = 32MB", "log_statement = 'none'", ""]))
+            file.write("\n".join([*settings, "shared_buffers = 32MB", ""]))
+        logins = self.folder / "data" / "pg_hba.conf"
+        logins.write_text("local all guarded scram-sha-256\n" + logins.read_text())
         return self.start()
 
     def start(self) -> "Postgres":
@@ -104,3 +110,40 @@ def wait_until(is_so: Any, patience_s: float = 60.0) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+class Proxy:
+    """A socket in a folder of its own before the server's. `cut` says when a connection is cut, once: `before` the next
+    COMMIT reaches the server, or `after`, when the server has done it but its answer has not come.
+    """
+
+    def __init__(self, server: Postgres, folder: Path) -> None:
+        self.cut = ""
+        self.num_cut = 0
+        self._server = server.folder / SOCKET
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / SOCKET))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, server = self._listener.accept()[0], socket.socket(socket.AF_UNIX)
+            server.connect(str(self._server))
+            threading.Thread(target=self._pass, args=(client, server), daemon=True).start()
+
+    def _pass(self, client: socket.socket, server: socket.socket) -> None:
+        with client, server:
+            while True:
+                for source in select.select([client, server], [], [])[0]:
+                    data = source.recv(1 << 16)
+                    is_cut = source is client and b"COMMIT" in data and self.cut
+                    if not data or is_cut == "before":
+                        self.num_cut += bool(is_cut)
+                        self.cut = "" if is_cut else self.cut
+                        return
+                    (server if source is client else client).sendall(data)
+                    if is_cut:
+                        self.cut, self.num_cut = "", self.num_cut + 1
+                        server.recv(1 << 16)
+                        return
