@@ -49,6 +49,10 @@ def flag(help: str, metavar: str | None = None, *aliases: str) -> Any:
     return arg(help=help, aliases=aliases or None, metavar=metavar, help_behavior_hint=_default_hint)
 
 
+def _default_hint(value: str) -> str:
+    return "" if value in ("", "''", "None", "False") else f"(default: {value})"
+
+
 DATABASE = flag("Database of PostgreSQL with the votes, in place of the folder's votes.db: postgresql://...", "URL")
 """The flag of commands that read or write votes."""
 
@@ -63,10 +67,6 @@ def checked_database(given: str | None) -> str:
         raise InputError(f"--database is no URL; give {FORM}; the folder of a file is given by --dir")
     url_of(given)
     return given
-
-
-def _default_hint(value: str) -> str:
-    return "" if value in ("", "''", "None", "False") else f"(default: {value})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import psutil
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.errors import InputError, NameTakenError
 from tunesmith.collect.store.content import name_key
 from tunesmith.collect.store.database import shown
 from tunesmith.collect.store.records import CampaignSettings, KeySettings, Rater, Scope
@@ -170,7 +170,10 @@ def _first_key(votes: VoteStore) -> str:
     raters = votes.reader.raters()
     if any(one.scopes for one in raters):
         return ""
-    return votes.add_rater(_free_name("key", raters), key=KeySettings(("generate", "feedback"))).token
+    try:
+        return votes.add_rater(_free_name("key", raters), key=KeySettings(("generate", "feedback"))).token
+    except NameTakenError:  # another server of the same database begins now
+        return _first_key(votes)
 
 
 class _Server(uvicorn.Server):
@@ -297,7 +300,10 @@ def _admin(votes: VoteStore) -> Rater:
     raters = votes.reader.raters()
     if (admin := _first_admin(raters)) is not None:
         return admin
-    return votes.add_rater(_free_name(_FIRST_ADMIN, raters), "admin").rater
+    try:
+        return votes.add_rater(_free_name(_FIRST_ADMIN, raters), "admin").rater
+    except NameTakenError:  # another server of the same database begins now
+        return _admin(votes)
 
 
 def _free_name(name: str, raters: Sequence[Rater]) -> str:
