@@ -23,7 +23,7 @@ LABEL org.opencontainers.image.title="Tunesmith" \
       org.opencontainers.image.documentation="https://tunesmith.readthedocs.io"
 ARG TORCH=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${TORCH}
-ARG EXTRAS=smollm2,lora,data,trackers,web,trl
+ARG EXTRAS=smollm2,lora,data,trackers,web,postgresql,trl
 WORKDIR /opt/tunesmith
 # The dependencies are a layer of their own, which a change of the code leaves as it is. The package is installed where it will be,
 # and has to exist for that.

@@ -56,7 +56,7 @@ def main() -> None:
         )
 
     file = options.folder / "votes.jsonl"
-    with closing(ts.VoteReader.open(settings.votes_path)) as reader:
+    with closing(ts.VoteReader.open(settings.votes_place)) as reader:
         num_votes = ts.write_votes(file, reader.export(), "jsonl")
     print(f"{num_votes} votes in {file}")
     if num_votes:

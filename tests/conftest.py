@@ -6,6 +6,7 @@ installs what the tests use; the data folder stays optional there too.
 
 import ctypes
 import gc
+import importlib.util
 import logging
 import os
 import shutil
@@ -145,19 +146,42 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def require() -> Require:
-    """A function: `require("g++", "clang++")` is the path of the first of these tools that is installed."""
+    """A function: `require("g++", "clang++")` is the path of the first of these tools that is installed; `path` has the
+    folders to look in, in place of PATH.
+    """
 
-    def find(*tools: str) -> str:
+    def find(*tools: str, path: str | None = None) -> str:
         for tool in tools:
-            path = shutil.which(tool)
-            if path:
-                return path
+            found = shutil.which(tool, path=path)
+            if found:
+                return found
         reason = f"needs {' or '.join(tools)}, which is not installed"
         if os.environ.get("CI") == "true":
             pytest.fail(f"{reason}, though CI installs what the tests use")
         pytest.skip(reason)
 
     return find
+
+
+@pytest.fixture(scope="session")
+def postgres(require: Require) -> Iterator[Any]:
+    """A running server of PostgreSQL, see `tests/web/postgres_parts.py`."""
+    from postgres_parts import PATH, Postgres  # which needs the store
+
+    require("initdb", path=PATH)
+    if importlib.util.find_spec("psycopg") is None:
+        require("psycopg")
+    server = Postgres().make()
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+    """Where votes are: a file that is not there yet, and a database with empty tables."""
+    if request.param == "sqlite":
+        return tmp_path / "votes.db"
+    return request.getfixturevalue("postgres").emptied()
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ set -euo pipefail
 # g++ compiles the C++ kernels at first use, Triton its launchers with Python's headers; make and venv make the environment.
 runtime=(ca-certificates g++ make python3 python3-dev python3-venv)
 # The Python tool of a policy runs its code in bubblewrap. The report is opened in a browser, which needs a font; pages are
-# tested behind nginx, with a certificate of openssl.
-development=(bubblewrap chromium fonts-dejavu-core git nginx-light openssl)
+# tested behind nginx, with a certificate of openssl; votes are kept in PostgreSQL too.
+development=(bubblewrap chromium fonts-dejavu-core git nginx-light openssl postgresql)
 
 packages() {
     export DEBIAN_FRONTEND=noninteractive

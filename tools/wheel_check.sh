@@ -72,6 +72,12 @@ if is_wanted web; then
     server=
 fi
 
+# The driver, which brings libpq; tests have the server.
+if is_wanted postgresql; then
+    environment postgresql
+    "$python" -c 'import psycopg; print("libpq", psycopg.pq.version(), psycopg.pq.__impl__)'
+fi
+
 if is_wanted lora; then
     environment lora
     tunesmith train sft "${tiny[@]}" --model.lora.rank 2 --demonstrations told.jsonl

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,3 +146,26 @@ def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path):
     ]
     assert rows[0]["label"] is False and "label" not in rows[1]
     assert {row["prompt"] for row in rows} == {"A colour?"} and rows[0]["source"] == "v2"
+
+
+def test_a_database_is_named_by_a_url_and_in_a_recipe_without_its_password(
+    postgres: Any, tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
+):
+    url, dest = postgres.emptied(), tmp_path / "out.jsonl"
+    given = ("--database", url, "--json")
+    assert run(capsys, "votes", "import", pairs, "--labels", "votes", *given)[0] == 0
+    assert json.loads(run(capsys, "votes", "stats", *given)[1])["num_votes"] == 3
+    assert json.loads(run(capsys, "votes", "export", dest, *given)[1])["num_rows"] == 3
+    code, _, error = run(capsys, "votes", "stats", "--database", tmp_path / "votes.db")
+    assert code == 2 and "postgresql://USER@HOST:PORT/NAME" in error
+    secret = url.replace("tunesmith@", "tunesmith:s3cret-word@")
+    (tmp_path / "own.yaml").write_text(f"algorithm: live\nmodel: tiny:llama\nlive: {{database: '{secret}'}}\n")
+    folder = ("--dir", tmp_path / "live")
+    for words in (("--database", secret, "--model", "tiny:llama"), ("--config", tmp_path / "own.yaml")):
+        code, _, error = run(capsys, "live", *folder, *words)
+        assert code == 2 and "PGPASSWORD" in error and "s3cret-word" not in error
+    code, _, error = run(capsys, "live", *folder, "--database", "mysql://ann:s3cret-word@host/votes")
+    assert code == 2 and "no URL of PostgreSQL" in error and "s3cret-word" not in error
+    code, _, error = run(capsys, "live", *folder, "--database", url, "--simulate", 2)
+    assert code == 2 and "leave --database out" in error
+    assert not (tmp_path / "live").exists()

@@ -131,10 +131,11 @@ class Voters:
 
 
 @contextmanager
-def voters(folder: Path, **settings: Any) -> Iterator[Voters]:
-    """Raters on the folder's `votes.db`, which is made."""
+def voters(folder: Path, database: str | None = None, **settings: Any) -> Iterator[Voters]:
+    """Raters on the folder's `votes.db`, which is made, or on a database."""
     folder.mkdir(parents=True, exist_ok=True)
-    with VoteStore.open(folder / "votes.db", seed=0) as store, closing(RunReader.open(folder / "runs.db")) as runs:
+    place = database or folder / "votes.db"
+    with VoteStore.open(place, seed=0) as store, closing(RunReader.open(folder / "runs.db")) as runs:
         campaign = store.set_campaign(CampaignSettings(**settings))
         names = {rater.name: rater.id for rater in store.reader.raters()}
         rater_id = names.get("one") or store.add_rater("one").rater.id

@@ -99,13 +99,16 @@ def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_pat
     assert fmean(accuracies[1:]) > accuracies[0]
 
 
-@pytest.mark.parametrize("update", ["dpo", "ppo", "grpo"])
-def test_the_same_votes_make_the_same_weights_at_any_hour(update: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("update", "second"), [("dpo", ""), ("ppo", ""), ("grpo", ""), ("dpo", "postgres")])
+def test_the_same_votes_make_the_same_weights_at_any_hour_and_in_any_database(
+    update: str, second: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Raters here vote by what they read, so their votes are the same where the pairs are."""
     found = []
-    for name in ("one", "two"):
-        cfg = live_recipe(tmp_path / name, live={"update": update})
-        with looping(cfg) as loop, voters(tmp_path / name) as people:
+    for name, server in (("one", ""), ("two", second)):
+        database = request.getfixturevalue(server).emptied() if server else None
+        cfg = live_recipe(tmp_path / name, live={"update": update, "database": database})
+        with looping(cfg) as loop, voters(tmp_path / name, database) as people:
             for _ in range(3):
                 learn(loop, people)
             offers = [[one.text for one in offer.candidates] for offer in people.runs.offers_after(0, 1000)]

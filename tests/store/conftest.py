@@ -1,4 +1,4 @@
-"""A store in a file of its own, and items to fill it with."""
+"""A store in a file or a database of its own, and items to fill it with."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +23,12 @@ def pairs() -> Callable[..., list[NewItem]]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "votes.db"
+def path(place: str | Path) -> str | Path:
+    return place
 
 
 @pytest.fixture
-def store(path: Path) -> Iterator[VoteStore]:
+def store(path: str | Path) -> Iterator[VoteStore]:
     with VoteStore.open(path, seed=1) as store:
         yield store
 

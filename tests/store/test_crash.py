@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -10,7 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from sqlalchemy import select
+
+from tunesmith.collect.store.database import OwnedDatabase
 from tunesmith.collect.store.records import NewItem
+from tunesmith.collect.store.tables import presentations, votes
 from tunesmith.collect.store.vote_reader import VoteReader
 from tunesmith.collect.store.votes import VoteStore
 
@@ -65,7 +68,7 @@ def test_twenty_raters_at_once_lose_nothing_and_keep_the_overlap(
 
 
 def test_a_vote_that_was_acknowledged_survives_a_kill_exactly_once(
-    path: Path, pairs: Callable[..., list[NewItem]], campaign: Callable[..., int], store: VoteStore
+    path: str | Path, pairs: Callable[..., list[NewItem]], campaign: Callable[..., int], store: VoteStore
 ):
     store.add_items(campaign(overlap=100), pairs(300))
     store.close()
@@ -92,10 +95,10 @@ def test_a_vote_that_was_acknowledged_survives_a_kill_exactly_once(
     assert set(acknowledged.values()) <= set(found)
     with VoteStore.open(path) as again:
         assert {row.vote_id for row in again.reader.export()} == set(found)
-    with sqlite3.connect(path) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        rows = connection.execute("SELECT p.token, v.id FROM votes v JOIN presentations p ON p.id = v.presentation_id")
-        stored = dict(rows.fetchall())
-    connection.close()
+    query = select(presentations.c.token, votes.c.id).join_from(votes, presentations)
+    with OwnedDatabase(path, "votes", durable=True) as owned, owned.connection.begin():
+        if isinstance(path, Path):
+            assert owned.connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
+        stored = {row.token: row.id for row in owned.connection.execute(query)}
     for token, id_ in acknowledged.items():
         assert stored[token] == id_

@@ -15,8 +15,8 @@ PROMPT: Text = ({"role": "user", "content": "Name a colour."},)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[VoteStore]:
-    with VoteStore.open(tmp_path / "votes.db", seed=0) as opened:
+def store(place: str | Path) -> Iterator[VoteStore]:
+    with VoteStore.open(place, seed=0) as opened:
         opened.set_campaign(CampaignSettings())
         yield opened
 

@@ -23,6 +23,7 @@ def test_a_token_lets_its_rater_in_until_it_expires_or_is_disabled(store: VoteSt
     assert [rater.name for rater in store.reader.raters()] == ["ann"]
 
 
+@pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 def test_tokens_are_stored_as_hashes_only(store: VoteStore, path: Path):
     token = store.add_rater("ann").token
     store.close()
@@ -45,6 +46,7 @@ def test_a_name_can_be_taken_once(store: VoteStore):
         store.add_rater(" ann ")
 
 
+@pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 def test_commands_and_versions_reach_the_other_side(store: VoteStore, path: Path):
     admin = store.add_rater("ann", "admin").rater.id
     with VoteReader.open(path) as reader:

@@ -8,14 +8,14 @@ NOW = 1_800_000_000.0
 
 
 @pytest.fixture
-def votes(tmp_path):
-    with VoteStore.open(tmp_path / "votes.db", seed=1) as store:
+def votes(place):
+    with VoteStore.open(place, seed=1) as store:
         yield store
 
 
 @pytest.fixture
-def watch(tmp_path):
-    found = VoteWatch(tmp_path / "votes.db")
+def watch(place):
+    found = VoteWatch(place)
     yield found
     found.close()
 

@@ -68,7 +68,7 @@ def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = (),
     settings = ServerSettings(folder, hosts=hosts, limits=limits, origins=origins)
     make_run(folder / "runs" / RUN)
     with (
-        VoteStore.open(settings.votes_path) as store,
+        VoteStore.open(settings.votes_place) as store,
         closing(RunReader.open(settings.runs_path)) as runs,
         Studio(folder / "runs") as studio,
         Jobs(folder / "jobs", Allowed(folder / "runs", folder / "runs" / ".studio"), max_runs=0) as jobs,

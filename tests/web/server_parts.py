@@ -102,6 +102,10 @@ class Server:
     complaints: list[str] = field(default_factory=list)
 
     def start(self) -> "Server":
+        return self.launch().until_started()
+
+    def launch(self) -> "Server":
+        """Start the process, and do not wait for it."""
         words = [*self.command, str(self.folder), "--port", str(self.port), "--json", *self.flags]
         ends = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
         given = (words, *(there for _, there in ends), self.prepare)
@@ -110,13 +114,17 @@ class Server:
         self.output, complaints = (os.fdopen(os.dup(here.fileno()), encoding="utf-8") for here, _ in ends)
         for end in itertools.chain(*ends):
             end.close()
+        # A full pipe would stop the server.
+        threading.Thread(target=self._listen, args=(complaints,), daemon=True).start()
+        return self
+
+    def until_started(self) -> "Server":
+        """Wait for what is printed at the start."""
         timer = threading.Timer(START_S, self.process.kill)
         timer.start()
         line = self.output.readline()
         timer.cancel()
-        assert line, complaints.read()
-        # A full pipe would stop the server.
-        threading.Thread(target=self._listen, args=(complaints,), daemon=True).start()
+        assert line, "".join(self.complaints)
         self.facts = json.loads(line)
         self.url, self.login_url = self.facts["url"], self.facts["login_url"]
         self.port = urlsplit(self.url).port

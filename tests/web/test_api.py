@@ -31,9 +31,10 @@ LETTERS = {str(token): 50 for token in range(68, 94)}
 OPTIONS = {"model": "tiny:llama", "messages": MESSAGES, "max_tokens": 12, "seed": 5}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("api"), ("--openai", "tiny:llama")).start()
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.nightly)])
+def served(request, tmp_path_factory):
+    flags = () if request.param == "sqlite" else ("--database", request.getfixturevalue("postgres").new())
+    server = Server(tmp_path_factory.mktemp("api"), ("--openai", "tiny:llama", *flags)).start()
     yield server
     if server.process.is_alive():
         server.kill()
@@ -184,12 +185,12 @@ def test_one_version_answers_a_comparison_twice_and_not_the_same(client):
 
 
 @pytest.fixture
-def owner(tmp_path):
+def owner(place, tmp_path):
     """A server of its own with the key of an admin, which was made before."""
-    folder = tmp_path / "live"
-    with VoteStore.open(folder / "votes.db") as store:
+    with VoteStore.open(place) as store:
         token = store.add_rater("owner", key=KeySettings(("admin",))).token
-    server = Server(folder, ("--openai", "tiny:llama")).start()
+    flags = () if isinstance(place, Path) else ("--database", place)
+    server = Server(tmp_path, ("--openai", "tiny:llama", *flags)).start()
     yield server, token
     server.kill()
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.apps.cli.options import flag, parse_known
+from tunesmith.apps.cli.options import DATABASE, flag, parse_known
 from tunesmith.apps.cli.output import Output, reporting
 from tunesmith.base.core.errors import InputError
 
@@ -27,6 +27,7 @@ class LiveOptions:
     """
 
     dir: Annotated[Path, flag("Folder of votes and of the trainer.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     model: Annotated[str | None, flag("Hub id, folder, GGUF file, smollm2, scratch, tiny:FAMILY.", "ID")] = None
     prompts: Annotated[str | None, flag("File, folder or hub id with a `prompt` column, or films.", "SOURCE")] = None
     recipe: Annotated[str | None, flag("A recipe that comes with Tunesmith; live_smollm2 for smollm2.", "NAME")] = None
@@ -52,9 +53,12 @@ def live(words: Sequence[str]) -> None:
     from tunesmith.base.config.load import parse_overrides
 
     overrides = parse_overrides("live", unknown)
-    for key, value in (("model", options.model), ("prompts", options.prompts), ("run.seed", options.seed)):
+    given = {"model": options.model, "prompts": options.prompts, "run.seed": options.seed}
+    for key, value in {**given, "live.database": options.database}.items():
         if value is not None:
             overrides.put(key, value, key.rpartition(".")[2])
+    if options.simulate and options.database is not None:
+        raise InputError("simulated raters vote in a folder of their own; leave --database out")
     with reporting(as_json=options.json) as output:
         if options.simulate:
             _simulate(options, options.simulate, unknown, output)

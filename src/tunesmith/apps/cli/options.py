@@ -15,11 +15,13 @@ from tunesmith.base.config.keys import did_you_mean
 from tunesmith.base.core.errors import InputError
 
 __all__ = [
+    "DATABASE",
     "EnvironmentFlags",
     "Positional",
     "SamplingFlags",
     "UseAppendAction",
     "check_ranges",
+    "checked_database",
     "environment_of",
     "flag",
     "parse",
@@ -49,6 +51,22 @@ def flag(help: str, metavar: str | None = None, *aliases: str) -> Any:
 
 def _default_hint(value: str) -> str:
     return "" if value in ("", "''", "None", "False") else f"(default: {value})"
+
+
+DATABASE = flag("Database of PostgreSQL with the votes, in place of the folder's votes.db: postgresql://...", "URL")
+"""The flag of commands that read or write votes."""
+
+
+def checked_database(given: str | None) -> str:
+    """The URL of a database; empty for none. Raises InputError."""
+    if given is None:
+        return ""
+    from tunesmith.collect.store.postgres import FORM, url_of
+
+    if "://" not in given:
+        raise InputError(f"--database is no URL; give {FORM}; the folder of a file is given by --dir")
+    url_of(given)
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,15 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
-from tunesmith.apps.cli.options import Positional, UseAppendAction, check_ranges, flag, parse
+from tunesmith.apps.cli.options import (
+    DATABASE,
+    Positional,
+    UseAppendAction,
+    check_ranges,
+    checked_database,
+    flag,
+    parse,
+)
 from tunesmith.apps.cli.output import Output, reporting
 from tunesmith.base.core.errors import InputError
 from tunesmith.collect.web.settings import LOOPBACK, ServerSettings
@@ -29,10 +37,12 @@ _MAX_GOLD_SHARE = 0.5
 class ServeOptions:
     """Open the pages where people vote and watch training, and with --openai an OpenAI-compatible API.
 
-    Votes are kept in FOLDER/votes.db. A trainer (`tunesmith live --dir FOLDER`) may run, start or end at any time.
+    Votes are kept in FOLDER/votes.db, or in a database of PostgreSQL. A trainer (`tunesmith live --dir FOLDER`) may
+    run, start or end at any time.
     """
 
     dir: Annotated[Path, flag("Folder of votes and of the trainer.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     openai: Annotated[
         str | None,
         flag(
@@ -42,7 +52,12 @@ class ServeOptions:
         ),
     ] = None
     new_key: Annotated[
-        str | None, flag("Print a new key of the API with this name, and end; no server may be running.", "NAME")
+        str | None,
+        flag(
+            "Print a new key of the API with this name, and end; no server may be running, unless votes are in a "
+            "--database.",
+            "NAME",
+        ),
     ] = None
     scopes: Annotated[
         str | None,
@@ -107,6 +122,7 @@ def serve(words: Sequence[str]) -> None:
         raise InputError("--raw and --no-raw contradict each other; give one")
     if options.scopes is not None and options.new_key is None:
         raise InputError("--scopes is that of a new key; give --new-key NAME too")
+    from tunesmith.collect.store.database import shown
     from tunesmith.collect.web import server
 
     items: Sequence[NewItem] = ()
@@ -125,6 +141,7 @@ def serve(words: Sequence[str]) -> None:
         openai=options.openai or "",
         origins=_origins(options),
         retention_days=options.retention_days,
+        database=checked_database(options.database),
     )
     with reporting(as_json=options.json) as output:
         if options.new_admin_link:
@@ -148,7 +165,9 @@ def serve(words: Sequence[str]) -> None:
             adjust=lambda campaign: _adjusted(campaign, options),
             is_exposed=options.login,
             fill=fill,
-            announce=lambda opened: _say_vote(opened, settings.votes_path, output, has_api=bool(settings.openai)),
+            announce=lambda opened: _say_vote(
+                opened, shown(settings.votes_place), output, has_api=bool(settings.openai)
+            ),
         )
 
 
@@ -208,10 +227,10 @@ def _text(path: Path) -> str:
     return text
 
 
-def _say_vote(opened: "Opened", votes_path: Path, output: Output, *, has_api: bool) -> None:
+def _say_vote(opened: "Opened", votes_place: str, output: Output, *, has_api: bool) -> None:
     """Print where the server is."""
     _say_entry("vote", opened, "", output)
-    output.say(f"votes    {votes_path}")
+    output.say(f"votes    {votes_place}")
     if has_api:
         output.say(f"API      {opened.url}/v1")
         if opened.key:
@@ -220,7 +239,7 @@ def _say_vote(opened: "Opened", votes_path: Path, output: Output, *, has_api: bo
             output.say("key      as before; --new-key makes another")
     output.say("Ctrl-C ends the server; what is not answered yet stays for the next start.")
     api = {"api": f"{opened.url}/v1", "key": opened.key or None} if has_api else {}
-    output.finish({**_addresses(opened, ""), "votes": votes_path, **api})
+    output.finish({**_addresses(opened, ""), "votes": votes_place, **api})
 
 
 def _check_served(settings: ServerSettings) -> None:

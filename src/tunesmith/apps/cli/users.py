@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tunesmith.apps.cli.options import Positional, flag, parse
+from tunesmith.apps.cli.options import DATABASE, Positional, flag, parse
 from tunesmith.apps.cli.output import reporting
 from tunesmith.apps.cli.votes import do_in, reader_of
 from tunesmith.base.core.errors import InputError
@@ -23,6 +23,7 @@ class ExportOptions:
     file: Annotated[Path, Positional, flag("File, which must be new.", "FILE")]
     key: Annotated[str, flag(_KEY, "NAME")] = ""
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -37,6 +38,7 @@ class DeleteOptions:
     user: Annotated[str, Positional, flag("Name of a rater, of a key, or of a user of a key.", "USER")]
     key: Annotated[str, flag(_KEY, "NAME")] = ""
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     yes: Annotated[bool, flag("Remove it; without this, only say what there is.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
@@ -47,11 +49,11 @@ def export(words: Sequence[str]) -> None:
     from tunesmith.collect.store.inbox import Chore
     from tunesmith.collect.web.arena import FOLDER, talk_rows
 
-    with reporting(as_json=options.json) as output, reader_of(options.dir) as reader:
+    with reporting(as_json=options.json) as output, reader_of(options) as reader:
         person = reader.person(options.user, options.key)
         talks = talk_rows(options.dir.expanduser() / FOLDER, person.rater_id)
         num = _write(options.file.expanduser(), itertools.chain(reader.data_of(person), talks))
-        do_in(options.dir, Chore("note", {"kind": "data exported", "detail": person.as_detail}))
+        do_in(options, Chore("note", {"kind": "data exported", "detail": person.as_detail}))
         output.say(f"{options.file}  {num} rows")
         output.finish({"file": options.file, "num_rows": num})
 
@@ -77,7 +79,7 @@ def delete(words: Sequence[str]) -> None:
     from tunesmith.collect.web.arena import FOLDER, remove_talks, talk_rows
 
     talks = options.dir.expanduser() / FOLDER
-    with reporting(as_json=options.json) as output, reader_of(options.dir) as reader:
+    with reporting(as_json=options.json) as output, reader_of(options) as reader:
         person = reader.person(options.user, options.key)
         if not options.yes:
             rows = (*reader.data_of(person), *talk_rows(talks, person.rater_id))
@@ -86,7 +88,7 @@ def delete(words: Sequence[str]) -> None:
             output.say("nothing is removed yet: repeat the command with --yes")
             output.finish({"found": num})
             return
-        done = dict(do_in(options.dir, Chore("delete", asdict(person))))
+        done = dict(do_in(options, Chore("delete", asdict(person))))
         done["conversations"] = remove_talks(talks, done["id"])
         counts = (f"{count} of {name}" for name, count in done.items() if count and name != "id")
         output.say(f"removed: {', '.join(counts) or 'nothing but the name'}")

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from tunesmith.apps.cli.options import Positional, check_ranges, flag, parse
+from tunesmith.apps.cli.options import DATABASE, Positional, check_ranges, checked_database, flag, parse
 from tunesmith.apps.cli.output import Output, reporting, wants_progress
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.log import get_logger, visible
@@ -37,6 +37,7 @@ class ImportOptions:
         tuple[str, ...], Positional, flag("JSONL, JSON, CSV, Parquet, a datasets folder, exports of tools.", "FILE")
     ] = ()
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     labels: Annotated[
         Literal["drop", "votes", "gold"] | None,
         flag(
@@ -61,6 +62,7 @@ class ExportVotesOptions:
 
     dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.csv, NAME.parquet, or a new folder.", "DEST")]
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     kind: Annotated[Literal["votes", "rankings", "demonstrations", "feedback"], flag("What to write.")] = "votes"
     format: Annotated[
         Literal["jsonl", "csv", "parquet", "datasets", "argilla", "openai-preference", "openai-chat", "label-studio"]
@@ -78,6 +80,7 @@ class StatsOptions:
     """Count votes; how far raters agree, what they lean to, and which versions and models win."""
 
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
@@ -91,6 +94,7 @@ class PruneOptions:
 
     days: Annotated[float, flag("What is older is removed.", "N")]
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -99,6 +103,7 @@ class AuditOptions:
     """Print the audit log: who made and ended keys, changed settings, imported, exported, deleted, and when."""
 
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    database: Annotated[str | None, DATABASE] = None
     num: Annotated[int, flag("The newest so many entries.", "N")] = 50
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
@@ -126,7 +131,7 @@ def import_(words: Sequence[str]) -> None:
         what = "votes" if files.labels == "votes" else "items"
         with progress(what, files.num_given, enabled=files.num_given > _QUIET and wants_progress()) as reporter:
             done = import_into(
-                options.dir.expanduser() / VOTES_FILE,
+                _place(options),
                 options.campaign,
                 files.rows(),
                 lambda num_done, _: reporter.update(num_done),
@@ -159,7 +164,7 @@ def export(words: Sequence[str]) -> None:
         raise InputError(f"{form} holds votes, not {options.kind}; choose another format")
     if form == "openai-chat" and options.kind != "demonstrations":
         raise InputError("openai-chat holds written answers; add --kind demonstrations")
-    with reporting(as_json=options.json) as output, reader_of(options.dir) as reader:
+    with reporting(as_json=options.json) as output, reader_of(options) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
         if options.kind == "rankings":
             num = write_rows(options.dest, map(ranking_columns, reader.export_rankings(campaign_id)), form)
@@ -184,9 +189,9 @@ def stats(words: Sequence[str]) -> None:
     options = parse(StatsOptions, words, "votes stats")
     from tunesmith.observe.reports.text import count_of
 
-    with reporting(as_json=options.json) as output, reader_of(options.dir) as reader:
+    with reporting(as_json=options.json) as output, reader_of(options) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
-        found, places = reader.stats(campaign_id), _leaderboard(options.dir)
+        found, places = reader.stats(campaign_id), _leaderboard(options)
         _say(found, output)
         base = next((visible(one.name) for one in places if one.low == one.high == 0.5), "")
         for one in places[:_MAX_SHOWN]:
@@ -203,7 +208,7 @@ def prune(words: Sequence[str]) -> None:
     from tunesmith.collect.store.inbox import Chore
 
     with reporting(as_json=options.json) as output:
-        num = do_in(options.dir, Chore("prune", {"days": options.days}))
+        num = do_in(options, Chore("prune", {"days": options.days}))
         said = ", ".join(f"{count} of {name}" for name, count in num.items())
         output.say(f"older than {options.days:g} days: {said or 'nothing'}{' removed' if num else ''}")
         output.finish({"dir": options.dir, "days": options.days, "removed": num})
@@ -213,7 +218,7 @@ def audit(words: Sequence[str]) -> None:
     """Run `tunesmith votes audit`."""
     options = parse(AuditOptions, words, "votes audit")
     check_ranges(options, num=(1, math.inf))
-    with reporting(as_json=options.json) as output, reader_of(options.dir) as reader:
+    with reporting(as_json=options.json) as output, reader_of(options) as reader:
         entries = reader.audit(limit=options.num)
         for one in reversed(entries):
             when = datetime.fromtimestamp(one.created_at, UTC).isoformat(" ", timespec="seconds")
@@ -222,33 +227,50 @@ def audit(words: Sequence[str]) -> None:
         output.finish({"entries": list(map(asdict, entries))})
 
 
-def do_in(folder: Path, chore: "Chore") -> Mapping[str, Any]:
-    """Have work done on the votes of a folder, by the server that has them if there is one. Raises InputError if there
-    are no votes.
-    """
+class Votes(Protocol):
+    """Options that say where votes are: in a folder, or in a database of PostgreSQL."""
+
+    @property
+    def dir(self) -> Path:
+        """The folder."""
+        ...
+
+    @property
+    def database(self) -> str | None:
+        """The database in place of the folder's."""
+        ...
+
+
+def do_in(options: Votes, chore: "Chore") -> Mapping[str, Any]:
+    """Have work done on the votes, by the server that has them if there is one. Raises InputError if there are none."""
     from tunesmith.collect.store.votes import do_in
 
-    reader_of(folder).close()
-    return do_in(folder.expanduser() / VOTES_FILE, chore, lambda message: _log.info("%s", message))
+    reader_of(options).close()
+    return do_in(_place(options), chore, lambda message: _log.info("%s", message))
 
 
-def _leaderboard(folder: Path) -> "Sequence[Standing]":
+def _leaderboard(options: StatsOptions) -> "Sequence[Standing]":
     """Versions and models that votes compare, over all campaigns: the strongest first."""
     from tunesmith.collect.statistics.bradley_terry import leaderboard
     from tunesmith.collect.store.vote_watch import VoteWatch
 
-    with VoteWatch(folder.expanduser() / VOTES_FILE) as watch:
+    with VoteWatch(_place(options)) as watch:
         return leaderboard(watch.contests()[1])
 
 
-def reader_of(folder: Path) -> "VoteReader":
-    """A reader of the folder's votes. Raises InputError if it has none."""
+def _place(options: Votes) -> str | Path:
+    """Where the votes are."""
+    return checked_database(options.database) or options.dir.expanduser() / VOTES_FILE
+
+
+def reader_of(options: Votes) -> "VoteReader":
+    """A reader of the votes. Raises InputError if the folder has none."""
     from tunesmith.collect.store.vote_reader import VoteReader
 
-    path = folder.expanduser() / VOTES_FILE
-    if not path.is_file():
-        raise InputError(f"{path} does not exist; name the folder of a `tunesmith serve` or `votes import` in --dir")
-    return VoteReader.open(path)
+    place = _place(options)
+    if isinstance(place, Path) and not place.is_file():
+        raise InputError(f"{place} does not exist; name the folder of a `tunesmith serve` or `votes import` in --dir")
+    return VoteReader.open(place)
 
 
 def _say(found: "VoteStats", output: Output) -> None:

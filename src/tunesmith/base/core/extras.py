@@ -21,6 +21,7 @@ EXTRA_OF: Mapping[str, str] = {
     "markdown_it": "web",
     "math_core": "web",
     "prometheus_client": "web",
+    "psycopg": "postgresql",
     "triton": "gpu",
     "ray": "ray",
     "trl": "trl",

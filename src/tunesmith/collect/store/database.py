@@ -1,7 +1,8 @@
 """Database connections: one writing process, which owns and migrates the file, and read-only access for all others.
 
 A file has one writing connection, which alone checkpoints its write-ahead log: SQLite before 3.51.3 can corrupt a log
-that two connections write and checkpoint.
+that two connections write and checkpoint. A database of PostgreSQL may have several writing processes, of which one
+writes at a time (`postgres.py`).
 """
 
 import sqlite3
@@ -15,13 +16,13 @@ from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import QueuePool, StaticPool
 
-from tunesmith.base.core.errors import MissingDependencyError, StoreError, StoreInUseError
+from tunesmith.base.core.errors import InputError, StoreError, StoreInUseError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.runs.environment import NETWORK_FILE_SYSTEMS, file_system
+from tunesmith.collect.store import postgres
 from tunesmith.collect.store.tables import runs_metadata, votes_metadata
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ _METADATA = {"votes": votes_metadata, "runs": runs_metadata}
 
 BUSY_TIMEOUT_S = 10.0
 _LOCK_TIMEOUT_S = 0.2
+_RETRY_S = 0.1
 _CACHE_KB = 64 * 1024
 _VERSION_TABLE = "alembic_version"
-_READ_BY_CURSOR = ("offers", "jobs", "votes", "rankings", "demonstrations", "commands", "feedback")
+_READ_BY_CURSOR = ("offers", "jobs", "votes", "rankings", "demonstrations", "commands", "feedback", "inferences")
 
 
 class Closeable:
@@ -69,16 +71,18 @@ class OwnedDatabase(Closeable):
     """
 
     def __init__(self, place: str | Path, name: DatabaseName, *, durable: bool) -> None:
-        self.place = str(place)
+        self.place = shown(place)
+        self._name: DatabaseName = name
         path = file_of(place)
+        self._is_file = path is not None
         with ExitStack() as stack:
             if path is not None:
                 stack.callback(_lock(path).release)
-            engine = _url_engine(str(place)) if path is None else _writing_engine(path, durable=durable)
+            engine = _server_engine(str(place)) if path is None else _writing_engine(path, durable=durable)
             stack.callback(engine.dispose)
             try:
                 self.connection = stack.enter_context(engine.connect())
-                _migrate(self.connection, name, self.place)
+                self.prepare()
             except DBAPIError as error:
                 raise failure(self.place, error) from error
             self._resources = stack.pop_all()
@@ -91,6 +95,53 @@ class OwnedDatabase(Closeable):
                 raw.execute(f"PRAGMA busy_timeout={int(1000 * _LOCK_TIMEOUT_S)}")
                 raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._resources.close()
+
+    def prepare(self) -> None:
+        """Migrate the database, and say that it is in use, unless this was done since the connection was made.
+
+        Raises StoreError if it is of a newer release, or not one of ours.
+        """
+        if self.connection.info.get("is_prepared"):
+            return
+        with self.connection.begin():
+            _migrate(self.connection, self._name, self.place)
+            if not self._is_file:
+                postgres.note_use(self.connection)
+        self.connection.info["is_prepared"] = True
+
+    def is_awaited(self) -> bool:
+        """True if another process waits for the transaction that is open."""
+        return not self._is_file and postgres.is_awaited(self.connection)
+
+    def transaction(self) -> str:
+        """The number of the open transaction for `settle`; empty if it has none."""
+        return "" if self._is_file else postgres.transaction_of(self.connection)
+
+    def settle(self, error: BaseException, transaction: str, until_s: float) -> Literal["stored", "undone", "failed"]:
+        """What became of a transaction that ended with `error`: it was committed before the server went away, or it was
+        undone and can be repeated. A server that is away is waited for until `until_s` of the monotonic clock.
+
+        `transaction` is its number if it had come to its end, else empty.
+        """
+        if self._is_file or not isinstance(error, DBAPIError):
+            return "failed"
+        if postgres.is_conflict(error):
+            return "undone" if time.monotonic() < until_s else "failed"
+        if not postgres.is_lost(error):
+            return "failed"
+        while time.monotonic() < until_s:
+            try:
+                self.prepare()
+                # The lock of `begin` waits for a transaction that its server still works on.
+                with self.connection.begin():
+                    is_stored = bool(transaction) and postgres.was_committed(self.connection, transaction)
+            except DBAPIError:
+                time.sleep(_RETRY_S)
+            except StoreError:
+                break
+            else:
+                return "stored" if is_stored else "undone"
+        return "failed"
 
 
 class ReadOnlyDatabase(Closeable):
@@ -108,26 +159,35 @@ class ReadOnlyDatabase(Closeable):
         return cls(path_or_url)
 
     def __init__(self, place: str | Path) -> None:
-        self.place = str(place)
+        self.place = shown(place)
+        self._given = place
         self._path = file_of(place)
-        self._engine = _url_engine(str(place)) if self._path is None else _reading_engine(self._path)
+        if self._path is None:
+            self._engine = postgres.engine_of(postgres.url_of(str(place)), writes=False)
+        else:
+            self._engine = _reading_engine(self._path)
         self._lock = threading.Lock()
         self._checked: object = None
 
     def read(self, query: Callable[[Connection], T], nothing: T) -> T:
-        """The result of `query` on a snapshot of the database, or `nothing` if there is no database yet.
+        """The result of `query` on a snapshot of the database, or `nothing` if there is no database yet. A server that
+        goes away is waited for.
 
         Raises StoreError if the database is damaged or of another release.
         """
         if not self._is_there():
             return nothing
-        try:
-            with self._engine.connect() as connection, connection.begin():
-                return query(connection)
-        except DBAPIError as error:
-            if self._path is not None and not self._path.exists():
-                return nothing
-            raise failure(self.place, error) from error
+        until_s = time.monotonic() + postgres.WAIT_S
+        while True:
+            try:
+                with self._engine.connect() as connection, connection.begin():
+                    return query(connection)
+            except DBAPIError as error:
+                if self._path is not None and not self._path.exists():
+                    return nothing
+                if self._path is not None or not postgres.is_lost(error) or time.monotonic() > until_s:
+                    raise failure(self.place, error) from error
+            time.sleep(_RETRY_S)
 
     def close(self) -> None:
         """Close all connections."""
@@ -156,7 +216,7 @@ class ReadOnlyDatabase(Closeable):
             if revision != REVISIONS[self.name][-1]:
                 self._engine.dispose()
                 try:
-                    OwnedDatabase(self.place, self.name, durable=True).close()
+                    OwnedDatabase(self._given, self.name, durable=True).close()
                 except StoreInUseError:
                     raise StoreError(
                         f"{self.place} was written by an older release, which is using it; start that process with "
@@ -171,8 +231,10 @@ def or_now(now: float | None) -> float:
     return time.time() if now is None else now
 
 
-def failure(place: str, error: DBAPIError) -> StoreError:
-    """A database error as a StoreError that says what to do."""
+def failure(place: str, error: DBAPIError) -> InputError:
+    """A database error as a StoreError that says what to do; a value that no database holds is a DataError."""
+    if hasattr(error.orig, "sqlstate"):  # of psycopg
+        return postgres.failure(place, error)
     cause = str(error.orig)
     if "not a database" in cause or "malformed" in cause:
         return StoreError(f"{place} is damaged or no database ({cause}); put a backup in its place, or move it away")
@@ -192,6 +254,11 @@ def file_of(place: str | Path) -> Path | None:
     if place.startswith("sqlite"):
         raise StoreError(f"{place} is the URL of a file; give its path")
     return None
+
+
+def shown(place: str | Path) -> str:
+    """The path, or the URL without its password. Raises StoreError for a URL that cannot be used."""
+    return str(place) if file_of(place) is not None else postgres.shown(postgres.url_of(str(place)))
 
 
 def _lock(path: Path) -> FileLock:
@@ -248,35 +315,32 @@ def _begin_with(engine: Engine, statement: str) -> None:
     event.listen(engine, "begin", begin)
 
 
-def _url_engine(url: str) -> Engine:
-    try:
-        return create_engine(make_url(url))
-    except (ArgumentError, NoSuchModuleError) as error:
-        raise StoreError(f"{url!r} is no database URL ({error}); give a path, or postgresql+psycopg://...") from error
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(f"{url} needs the package {error.name!r}; install it") from error
+def _server_engine(url: str) -> Engine:
+    engine = postgres.engine_of(postgres.url_of(url), writes=True)
+    _begin_with(engine, postgres.ONE_WRITER)
+    return engine
 
 
 def _migrate(connection: Connection, name: DatabaseName, place: str) -> None:
-    """Give a database the tables of this release, in one transaction: a new one from `tables.py`, an older one by the
+    """Give a database the tables of this release, in the transaction: a new one from `tables.py`, an older one by the
     scripts that its revision lacks (the Alembic cookbook's "Building an Up to Date Database from Scratch").
 
     Raises StoreError if it is of a newer release, or not one of ours.
     """
-    with connection.begin():
-        revision = _revision(connection, name, place)
-        if revision == REVISIONS[name][-1]:
-            return
-        # Imported here because most starts find the tables up to date.
-        from alembic import command
+    revision = _revision(connection, name, place)
+    if revision == REVISIONS[name][-1]:
+        return
+    # Imported here because most starts find the tables up to date.
+    from alembic import command
 
-        if revision is not None:
-            command.upgrade(_alembic_config(connection, name), "head")
-            return
-        _METADATA[name].create_all(connection)
-        command.stamp(_alembic_config(connection, name), "head")
-        if connection.dialect.name == "sqlite":
-            _start_ids_at_now(connection)
+    if revision is not None:
+        if connection.dialect.name != "sqlite" and not postgres.is_free(connection):
+            raise StoreInUseError(f"{place} is in use by a process of an older release; stop that one first")
+        command.upgrade(_alembic_config(connection, name), "head")
+        return
+    _METADATA[name].create_all(connection)
+    command.stamp(_alembic_config(connection, name), "head")
+    _start_ids_at_now(connection)
 
 
 def _revision(connection: Connection, name: DatabaseName, place: str, *, may_hold_others: bool = False) -> str | None:
@@ -318,8 +382,9 @@ def _start_ids_at_now(connection: Connection) -> None:
     year 2255.
     """
     start = int(time.time() * 1e6)
+    sql = "INSERT INTO sqlite_sequence (name, seq) VALUES (:name, :start)"
+    if connection.dialect.name != "sqlite":
+        sql = "SELECT setval(pg_get_serial_sequence(:name, 'id'), :start)"
     for table in inspect(connection).get_table_names():
         if table in _READ_BY_CURSOR:
-            connection.execute(
-                text("INSERT INTO sqlite_sequence (name, seq) VALUES (:name, :seq)"), {"name": table, "seq": start}
-            )
+            connection.execute(text(sql), {"name": table, "start": start})

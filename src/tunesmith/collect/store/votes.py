@@ -15,12 +15,13 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from tunesmith.base.core.errors import StoreError, StoreInUseError
 from tunesmith.collect.store import answers, audit, campaigns, inferences, items, removal
 from tunesmith.collect.store.database import Closeable, OwnedDatabase, failure, file_of, or_now
 from tunesmith.collect.store.inbox import TAKEN_WITHIN_S, Chore, HandedOver, Inbox, OnProgress, Request, folder_of
+from tunesmith.collect.store.postgres import WAIT_S
 from tunesmith.collect.store.queue import next_presentations
 from tunesmith.collect.store.records import (
     Campaign,
@@ -395,18 +396,20 @@ class VoteStore(Closeable):
         added: list[T] = []
         num_done = 0
 
-        def write(connection: Connection) -> int:
+        def write(connection: Connection) -> tuple[int, list[T]]:
             end = min(num_done + _ROWS_PER_TRANSACTION, len(rows))
+            fresh: list[T] = []  # not `added`: a transaction may be repeated
             for start in range(num_done, end, _ROWS_AT_ONCE):
                 stop = min(start + _ROWS_AT_ONCE, end)
-                added.append(add(connection, rows[start:stop]))
+                fresh.append(add(connection, rows[start:stop]))
                 progress(stop, len(rows))
-                if self._writer.is_awaited:
-                    return stop
-            return end
+                if self._writer.is_awaited():
+                    return stop, fresh
+            return end, fresh
 
         while num_done < len(rows):
-            num_done = self._writer.do(write)
+            num_done, fresh = self._writer.do(write)
+            added += fresh
         return added
 
     def _write(self, work: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -427,22 +430,25 @@ def portions(rows: Iterable[S]) -> Iterator[list[S]]:
 
 
 def import_into(
-    path: Path,
+    place: str | Path,
     campaign: str,
     rows: Iterable[Given],
     progress: OnProgress,
     waiting: Callable[[str], None],
     num_rows: int | None = None,
 ) -> Imported:
-    """Add rows to the database at `path`, as `VoteStore.import_rows` does; if another process has it, such as a server,
-    that one adds them.
+    """Add rows to the database at `place`, as `VoteStore.import_rows` does; if it is a file that another process has,
+    such as a server, that one adds them.
 
     `waiting` is called with a message before the other process is asked. Raises StoreInUseError if it takes no imports.
     """
     try:
-        with VoteStore.open(path) as store:
+        with VoteStore.open(place) as store:
             return store.import_rows(campaign, rows, progress, num_rows)
     except StoreInUseError:
+        path = file_of(place)
+        if path is None:
+            raise
         waiting(f"{path} is in use; its process is asked to add the rows")
     done, num_done = Imported(), 0
     for part in portions(rows):
@@ -456,15 +462,19 @@ def import_into(
     return done
 
 
-def do_in(path: Path, chore: Chore, waiting: Callable[[str], None]) -> Mapping[str, Any]:
-    """What comes of `VoteStore.do` for the database at `path`; if another process has it, that one does it.
+def do_in(place: str | Path, chore: Chore, waiting: Callable[[str], None]) -> Mapping[str, Any]:
+    """What comes of `VoteStore.do` for the database at `place`; if it is a file that another process has, that one does
+    it.
 
     Raises StoreInUseError if that one takes no such work.
     """
     try:
-        with VoteStore.open(path) as store:
+        with VoteStore.open(place) as store:
             return store.do(chore)
     except StoreInUseError:
+        path = file_of(place)
+        if path is None:
+            raise
         waiting(f"{path} is in use; its process is asked to do it")
     request = HandedOver(folder_of(path), chore)
     try:
@@ -490,7 +500,11 @@ def _result_of(request: HandedOver, path: Path, progress: OnProgress) -> Mapping
 
 
 class Writer:
-    """Applies changes in one thread, each atomically, and commits those that wait together (group commit)."""
+    """Applies changes in one thread, each atomically, and commits those that wait together (group commit).
+
+    If the database's server goes away meanwhile, it is waited for, and a group that was not committed is applied again:
+    a change may be called several times, and has no effect but on the database.
+    """
 
     def __init__(self, database: OwnedDatabase) -> None:
         self._database = database
@@ -512,10 +526,9 @@ class Writer:
             self._changes.put(change)
         return change.future.result()
 
-    @property
     def is_awaited(self) -> bool:
-        """True if further changes wait for the one that is applied now."""
-        return not self._changes.empty()
+        """True if further changes wait for the one that calls this."""
+        return not self._changes.empty() or self._database.is_awaited()
 
     def close(self) -> None:
         """Finish pending changes and close the database. Harmless if called twice."""
@@ -529,23 +542,48 @@ class Writer:
     def _serve(self) -> None:
         while (change := self._changes.get()) is not None:
             group: list[_Change] = []
-            outcome = _Outcome()
-            with outcome, self._database.connection.begin():
-                self._apply_group(change, group)
-                self._check_unbroken()
+            error = self._commit(change, group)
+            if isinstance(error, DBAPIError):
+                error = failure(self._database.place, error)
             for one in group or [change]:  # none, if the transaction did not begin
-                one.tell(outcome.error)
+                if isinstance(one.error, DBAPIError) and not isinstance(one.error, IntegrityError):
+                    one.error = failure(self._database.place, one.error)
+                one.tell(error)
+
+    def _commit(self, first: "_Change", group: list["_Change"]) -> BaseException | None:
+        """Apply and commit `first` and what arrives meanwhile, which is put into `group`; returns why it failed."""
+        until_s = time.monotonic() + WAIT_S
+        while True:
+            outcome, transaction = _Outcome(), ""
+            with outcome:
+                self._database.prepare()
+                with self._database.connection.begin():
+                    self._apply_group(first, group)
+                    self._check_unbroken()
+                    transaction = self._database.transaction()
+            if outcome.error is None:
+                return None
+            end = self._database.settle(outcome.error, transaction, until_s)
+            if end != "undone":
+                return None if end == "stored" else outcome.error
 
     def _apply_group(self, first: "_Change", group: list["_Change"]) -> None:
+        again = tuple(group)
+        for change in again or self._arriving(first):
+            if not again:
+                group.append(change)
+            with change, self._database.connection.begin_nested():
+                change.value = change.work(self._database.connection)
+            if isinstance(change.error, DBAPIError) and not isinstance(change.error, IntegrityError | DataError):
+                # The database may have rolled back everything, so no change of the group may be acknowledged.
+                raise change.error
+
+    def _arriving(self, first: "_Change") -> Iterator["_Change"]:
+        """`first` and the changes that come soon after it."""
         deadline = time.monotonic() + GROUP_S
         change: _Change | None = first
         while change is not None:
-            group.append(change)
-            with change, self._database.connection.begin_nested():
-                change.value = change.work(self._database.connection)
-            if isinstance(change.error, DBAPIError) and not isinstance(change.error, IntegrityError):
-                # The database may have rolled back everything, so no change of the group may be acknowledged.
-                raise failure(self._database.place, change.error) from change.error
+            yield change
             change = self._next_before(deadline)
 
     def _next_before(self, deadline: float) -> "_Change | None":
@@ -589,8 +627,6 @@ class _Change(_Outcome):
 
     def tell(self, group_error: BaseException | None) -> None:
         """Wake the caller after the commit, or with `group_error` if it failed."""
-        if isinstance(group_error, DBAPIError):
-            group_error = failure("the database", group_error)
         error = group_error or self.error
         if error is None:
             self.future.set_result(self.value)

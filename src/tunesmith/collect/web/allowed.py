@@ -31,6 +31,7 @@ FIXED: Mapping[str, object] = {
     "rollout.server_folder": None,
     "rollout.vllm_options": {},
     "scale.address": None,
+    "live.database": None,
     "environment.source": None,
     "environment.arguments": {},
     "environment.tools": (),

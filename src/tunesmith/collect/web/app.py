@@ -81,7 +81,7 @@ def create_app(
     ended = Ended(settings.folder / ENDED_FILE, time.time())
     logins = Logins(votes.reader, Sessions(read_key(settings.folder), ended), failures)
     services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio, jobs, arena)
-    watched_votes = VoteWatch(settings.votes_path)
+    watched_votes = VoteWatch(settings.votes_place)
     watched = WatchData(MetricLog(settings.folder), runs, watched_votes)
     of_jobs = () if jobs is None else job_routes.RULES
     of_runs = () if studio is None else studio_routes.RULES

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -106,13 +107,14 @@ def read_key(folder: Path) -> bytes:
 
 class Ended:
     """Sessions that were ended and links that were used, in a file that outlives the server: one line for each, with
-    the hash of its value and the time at which it would have expired.
+    the hash of its value and the time at which it would have expired. Several servers may share it.
     """
 
     def __init__(self, file: Path, now: float) -> None:
         self._file = file
         self._lock = threading.Lock()
         self._digests: set[str] = set()
+        self._num_bytes = 0
         lines = file.read_text(errors="replace").splitlines() if file.exists() else []
         kept = [
             words for line in lines if len(words := line.split()) == 2 and words[1].isdigit() and int(words[1]) > now
@@ -124,6 +126,11 @@ class Ended:
         self._digests.update(digest for digest, _ in kept)
 
     def __contains__(self, value: str) -> bool:
+        with suppress(OSError):
+            num_bytes = self._file.stat().st_size
+            if num_bytes != self._num_bytes:  # another server has noted more
+                self._digests.update(line.partition(" ")[0] for line in self._file.read_text().splitlines())
+                self._num_bytes = num_bytes
         return _digest(value) in self._digests
 
     def add(self, value: str, expires_at: int) -> bool:

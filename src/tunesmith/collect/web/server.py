@@ -19,8 +19,9 @@ import psutil
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.errors import InputError, NameTakenError
 from tunesmith.collect.store.content import name_key
+from tunesmith.collect.store.database import shown
 from tunesmith.collect.store.records import CampaignSettings, KeySettings, Rater, Scope
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_reader import VoteReader
@@ -100,7 +101,7 @@ def serve(
     listener = _listen(settings)
     with ExitStack() as stack:
         stack.enter_context(closing(listener))
-        votes = stack.enter_context(VoteStore.open(settings.votes_path))
+        votes = stack.enter_context(VoteStore.open(settings.votes_place))
         runs = stack.enter_context(closing(RunReader.open(settings.runs_path)))
         studio = None if settings.runs is None else stack.enter_context(Studio(settings.runs))
         jobs = _jobs(settings)
@@ -160,7 +161,7 @@ def serves_live_loop(settings: ServerSettings) -> bool:
 
 def new_key(settings: ServerSettings, name: str, scopes: tuple[Scope, ...]) -> str:
     """A new key of the API. Raises StoreError if the name is taken, or a server is running."""
-    with VoteStore.open(settings.votes_path) as votes:
+    with VoteStore.open(settings.votes_place) as votes:
         return votes.add_rater(name, key=KeySettings(scopes)).token
 
 
@@ -169,7 +170,10 @@ def _first_key(votes: VoteStore) -> str:
     raters = votes.reader.raters()
     if any(one.scopes for one in raters):
         return ""
-    return votes.add_rater(_free_name("key", raters), key=KeySettings(("generate", "feedback"))).token
+    try:
+        return votes.add_rater(_free_name("key", raters), key=KeySettings(("generate", "feedback"))).token
+    except NameTakenError:  # another server of the same database begins now
+        return _first_key(votes)
 
 
 class _Server(uvicorn.Server):
@@ -281,10 +285,12 @@ def admin_link(settings: ServerSettings) -> Opened:
     Raises:
         InputError: if there is no admin yet.
     """
-    with closing(VoteReader.open(settings.votes_path)) as votes:
+    with closing(VoteReader.open(settings.votes_place)) as votes:
         admin = _first_admin(votes.raters())
     if admin is None:
-        raise InputError(f"{settings.votes_path} has no admin yet; start the server, which prints a link for one")
+        raise InputError(
+            f"{shown(settings.votes_place)} has no admin yet; start the server, which prints a link for one"
+        )
     settings = replace(settings, root_path=checked_root_path(settings.root_path))
     return Opened(_urls(settings, settings.port), _login(settings, admin.id))
 
@@ -294,7 +300,10 @@ def _admin(votes: VoteStore) -> Rater:
     raters = votes.reader.raters()
     if (admin := _first_admin(raters)) is not None:
         return admin
-    return votes.add_rater(_free_name(_FIRST_ADMIN, raters), "admin").rater
+    try:
+        return votes.add_rater(_free_name(_FIRST_ADMIN, raters), "admin").rater
+    except NameTakenError:  # another server of the same database begins now
+        return _admin(votes)
 
 
 def _free_name(name: str, raters: Sequence[Rater]) -> str:

@@ -31,7 +31,8 @@ class Limits:
 class ServerSettings:
     """Files, address and host names of the server.
 
-    `folder` holds `votes.db` (written here) and `runs.db` (the trainer's, read). `hosts` are Host headers that are
+    `folder` holds `votes.db` (written here) and `runs.db` (the trainer's, read); with `database`, the URL of one of
+    PostgreSQL, votes are there instead. `hosts` are Host headers that are
     accepted in addition to this machine's. `proxies` are the addresses whose X-Forwarded headers are believed, and
     `root_path` is the path prefix below which a proxy serves the pages, if it does not say so itself. A session ends
     after `session_days`. `runs` is the folder of the runs that admins see; without one there are no pages of runs.
@@ -57,12 +58,13 @@ class ServerSettings:
     openai: str = ""
     origins: tuple[str, ...] = ()
     retention_days: float | None = None
+    database: str = field(default="", repr=False)  # it may hold a password
     limits: Limits = field(default_factory=Limits)
 
     @property
-    def votes_path(self) -> Path:
-        """The file that the server writes."""
-        return self.folder / "votes.db"
+    def votes_place(self) -> str | Path:
+        """The file that the server writes, or the URL of its database."""
+        return self.database or self.folder / "votes.db"
 
     @property
     def runs_path(self) -> Path:

@@ -142,7 +142,7 @@ def open_folder(cfg: LiveRecipe, provenance: Mapping[str, str] | None = None) ->
             raise RunError(f"cannot write {path} ({reason}); choose another folder with --dir") from error
         RunFolder(path).write_json("provenance.json", dict(origins_of(cfg) if provenance is None else provenance))
         runs = stack.enter_context(RunStore.open(path / "runs.db"))
-        votes = stack.enter_context(closing(VoteReader.open(path / "votes.db")))
+        votes = stack.enter_context(closing(VoteReader.open(cfg.live.database or path / "votes.db")))
         stage = stack.enter_context(watched(path, cfg.run.hang_after_s, lambda found: _find(path, found)))
         yield LiveFolder(path, runs, votes, stage)
 

@@ -3,9 +3,10 @@
 # Fields are frozen, so that a subclass may narrow their type.
 # pyright: reportIncompatibleVariableOverride=false
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tunesmith.base.config.algorithms.dpo import DPO_RULES, DPOSection
 from tunesmith.base.config.algorithms.grpo import GRPO_RULES, OWN_LOGPS, GRPOSection
@@ -174,6 +175,8 @@ class LiveSection(Section):
 
     dir: str = "live"
     """Folder that the trainer and the server share."""
+    database: str | None = None
+    """URL of the PostgreSQL database that has the votes, without a password; null: votes.db in the folder."""
     update: Literal["dpo", "ppo", "grpo"] = "dpo"
     """Online DPO; or a reward model that learns from the votes, and steps of PPO or GRPO against it."""
     votes_per_update: PositiveInt = 32
@@ -198,6 +201,18 @@ class LiveSection(Section):
     """Number of newest versions to keep for a rollback, besides the base model."""
     poll_s: Positive = 0.2
     """Seconds between polls for votes while idle."""
+
+    @field_validator("database")
+    @classmethod
+    def _check_database(cls, given: str | None) -> str | None:
+        # The recipe is kept in the folder and shown, so no message repeats what was given either.
+        if given is not None and not re.match(r"(postgresql(\+psycopg)?|postgres)://", given):
+            raise ValueError("this is no URL of PostgreSQL; give one such as postgresql://USER@HOST/NAME")
+        if given is not None and re.search(r"//[^/?@]*:[^/?]*@|password=", given):
+            raise ValueError(
+                "the URL has a password, and recipes are stored; leave it out, and give it by PGPASSWORD or ~/.pgpass"
+            )
+        return given
 
     @model_validator(mode="after")
     def _check_max_votes(self) -> "LiveSection":

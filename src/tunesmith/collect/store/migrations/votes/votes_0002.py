@@ -64,6 +64,10 @@ def _add_inferences() -> None:
 
 
 def _add_feedback() -> None:
+    name = "uq_feedback_inference_id_episode_choice_rater_id_metric_revision"
+    if op.get_bind().dialect.name != "sqlite":
+        # As SQLAlchemy shortens it in new tables: PostgreSQL has names of at most 63 characters.
+        name = "uq_feedback_inference_id_episode_choice_rater_id_metric_1ec8"
     op.create_table(
         "feedback",
         sa.Column("id", _ID, nullable=False),
@@ -88,7 +92,7 @@ def _add_feedback() -> None:
             "rater_id",
             "metric",
             "revision",
-            name="uq_feedback_inference_id_episode_choice_rater_id_metric_revision",
+            name=name,
         ),
         sa.ForeignKeyConstraint(["inference_id"], ["inferences.id"], name="fk_feedback_inference_id"),
         sa.ForeignKeyConstraint(["key_id"], ["raters.id"], name="fk_feedback_key_id"),
