@@ -67,6 +67,24 @@ def test_what_cannot_be_answered_costs_no_other_request(worker):
     assert found[2][0]["kind"] == "model" and "no/such" in found[2][0]["error"]
 
 
+def test_a_prompt_may_be_read_alone_also_one_that_leaves_no_room_for_an_answer(worker):
+    found = work(worker, {**request(0, "x " * 20_000), "n": 0}, request(1, "The film was"))
+    begun, done = found[0]
+    assert len(begun["begun"]["prompt_ids"]) > begun["begun"]["context"] and done == {"id": 0, "done": True}
+    assert answer_of(found[1])
+
+
+def test_an_answer_names_the_stop_string_that_ended_it(worker):
+    letters = {**SAMPLING, "logit_bias": {str(token): 50 for token in range(68, 94)}, "seed": 1}
+    whole = answer_of(work(worker, request(0, "The film was", sampling=letters))[0])
+    assert whole["finish_reason"] == "length" and whole["stop_string"] is None
+    stops = ["never in it", whole["text"][3:5], whole["text"][2:4]]
+    cut = answer_of(work(worker, request(0, "The film was", sampling={**letters, "stop_strings": stops}))[0])
+    assert cut["text"] == whole["text"][:2] and cut["stop_string"] == stops[2]
+    ended = {**letters, "logit_bias": {"2": 100}, "stop_strings": stops}
+    assert answer_of(work(worker, request(0, "The film was", sampling=ended))[0])["stop_string"] is None
+
+
 def test_a_request_that_was_stopped_is_not_drawn_further(worker):
     made, replies = worker
     made.stopped.add(1)

@@ -12,8 +12,7 @@ from tunesmith.collect.web.api.openai import ChatRequest, Content, Json, Name, R
 from tunesmith.collect.web.services import anthropic_error
 
 _OFFERED: dict[str, Sequence[Any]] = {
-    "n": (1,),
-    "return_token_ids": (False,),
+    **openai.ONE_ANSWER,
     "thinking": ({"type": "disabled"},),
     "output_config": (),
     "container": (),

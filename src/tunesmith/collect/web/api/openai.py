@@ -29,6 +29,10 @@ MAX_NAME = 200
 """Characters of `user` and `episode_id`."""
 
 Json = Mapping[str, Any]
+
+ONE_ANSWER: Mapping[str, Sequence[Any]] = {"n": (1,), "compare": (), "return_token_ids": (False,)}
+"""For `refuse`: fields of chats in forms that have a single answer, and no ids in it."""
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Name = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[^\x00]*$")]

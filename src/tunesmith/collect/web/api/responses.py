@@ -13,8 +13,7 @@ from tunesmith.collect.web.api.openai import ChatRequest, Content, Json, Name, R
 
 _LOGPROBS = "message.output_text.logprobs"
 _OFFERED: dict[str, Sequence[Any]] = {
-    "n": (1,),
-    "return_token_ids": (False,),
+    **openai.ONE_ANSWER,
     "background": (False,),
     "context_management": (),
     "conversation": (),
