@@ -118,8 +118,10 @@ class _Counted:
         is_new = ids > self._last_id, self._table.c.revision == 1, self._table.c.verdict != "skip"
         num_new, last_id = connection.execute(select(func.count(), func.max(ids)).where(*is_new)).one()
         if num_new:
+            # Read before anything is counted: a query whose server went away is repeated.
+            fresh = connection.execute(select(times).where(*is_new, times > oldest).order_by(ids)).scalars().all()
+            self.times.extend(fresh)
             self.total += num_new
-            self.times.extend(connection.execute(select(times).where(*is_new, times > oldest).order_by(ids)).scalars())
             self._last_id = last_id
         while self.times and self.times[0] <= oldest:
             self.times.popleft()
