@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.collect.data.collate import (
-    EncodedPair,
+    EncodedPreference,
     collate_pairs,
     encode_preferences,
     measure_prompts,
@@ -31,7 +31,10 @@ def test_sequences_are_padded_at_the_end_and_keep_their_lengths():
 
 
 def test_the_sides_of_a_pair_stand_together_and_padding_equal_to_eos_changes_no_length():
-    pairs = [EncodedPair("a", (1, 2, EOS_ID), (1, EOS_ID), margin=0.5), EncodedPair("b", (4,), (5, 6), tie=True)]
+    pairs = [
+        EncodedPreference("a", ((1, 2, EOS_ID), (1, EOS_ID)), (1, 2), margin=0.5),
+        EncodedPreference("b", ((4,), (5, 6)), (1, 1)),
+    ]
     batch = collate_pairs(pairs, pad_id=EOS_ID)
     assert batch.ids_BT.tolist() == [[1, 2, 2], [1, 2, 2], [4, 2, 2], [5, 6, 2]]
     assert batch.lengths_B.tolist() == [3, 2, 1, 2]
@@ -48,10 +51,10 @@ def test_pairs_are_encoded_with_prompt_and_end_token():
     ]
     pairs = load_preferences(rows)
     text, chat = encode_preferences(pairs, TOKENIZER, max_tokens=100)
-    assert text.chosen_ids == (*TOKENIZER("It is")["input_ids"], EOS_ID)
-    assert (text.prompt_id, text.margin, text.tie) == ("pairs[0]", 1.0, False)
-    assert chat.rejected_ids == encode_pair_side(TOKENIZER, pairs[1].prompt, pairs[1].rejected)
-    assert chat.tie
+    assert text.sequences[0] == (*TOKENIZER("It is")["input_ids"], EOS_ID)
+    assert (text.prompt_id, text.margin, text.is_tie) == ("pairs[0]", 1.0, False)
+    assert chat.sequences[1] == encode_pair_side(TOKENIZER, pairs[1].prompt, pairs[1].rejected)
+    assert chat.is_tie
 
 
 def test_too_long_rows_are_all_named():

@@ -9,7 +9,6 @@ import pytest
 from tunesmith.base.config.algorithms.dpo import DPOSection
 from tunesmith.base.config.sections import PairsSection, PromptsSection
 from tunesmith.base.core.errors import DataError
-from tunesmith.collect.data.collate import EncodedPair, EncodedRanking
 from tunesmith.collect.data.rows import Tally
 from tunesmith.collect.data.sets import direct_sets, preference_sets, prompt_sets
 from tunesmith.engine.models.tiny import byte_tokenizer
@@ -156,9 +155,9 @@ def test_the_split_column_holds_rows_of_one_value_together():
 def test_rankings_become_pairs_or_stay_rankings():
     rows = [{"prompt": "A", "completions": ["x", "yy", "zzz"]}, pair("B")]
     expanded = preference_sets(PairsSection(heldout_fraction=0), TOKENIZER, 0, rows)
-    assert [type(item) for item in expanded.train] == [EncodedPair] * 4
+    assert [item.ranks for item in expanded.train] == [(1, 2)] * 4
     ranked = preference_sets(PairsSection(heldout_fraction=0, rankings="plackett_luce"), TOKENIZER, 0, rows)
-    assert [item.ranks for item in ranked.train if isinstance(item, EncodedRanking)] == [(1, 2, 3), (1, 2)]
+    assert [item.ranks for item in ranked.train] == [(1, 2, 3), (1, 2)]
     assert ranked.facts.tally == expanded.facts.tally == Tally(2, 2)
     assert ranked.sample == "prompt: A\nplace 1: x\nplace 2: yy\nplace 3: zzz"
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import DataError
-from tunesmith.collect.data.collate import EncodedPair, EncodedRanking
+from tunesmith.collect.data.collate import EncodedPreference
 from tunesmith.engine.models.load import new_reward_model
 from tunesmith.engine.models.tiny import byte_tokenizer
 from tunesmith.learn.evaluation.reward_quality import (
@@ -111,8 +111,8 @@ def test_tfidf_reads_what_follows_the_shared_beginning_alone() -> None:
 
 
 def test_rankings_give_their_decided_pairs_and_ties_none() -> None:
-    ranking = EncodedRanking("row", ((1,), (2,), (3,)), (1, 2, 2))
-    tie = EncodedPair("other", (4,), (5,), tie=True)
+    ranking = EncodedPreference("row", ((1,), (2,), (3,)), (1, 2, 2))
+    tie = EncodedPreference("other", ((4,), (5,)), (1, 1))
     found = decided_pairs([ranking, tie], {"row": "the prompt"})
     assert [(one.prompt, one.better_ids, one.worse_ids) for one in found] == [
         ("the prompt", (1,), (2,)),

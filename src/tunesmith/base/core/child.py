@@ -64,13 +64,14 @@ def end_with(process: int) -> None:
     threading.Thread(target=wait, name="tunesmith leader", daemon=True).start()
 
 
-def serve(prepare: Callable[[Any], Callable[[Any], object]]) -> None:
+def serve(prepare: Callable[[Any], Callable[[Any], object]], connection: Connection | None = None) -> None:
     """The program of a `Child`: answers calls by the function `prepare(setup)`, until the parent is gone.
 
-    An answer that is a Future is sent once it has ended, and other calls are answered meanwhile.
+    An answer that is a Future is sent once it has ended, and other calls are answered meanwhile. Another process than
+    one of `start` gives its `connection`.
     """
     end_with_parent()
-    connection = Connection(int(sys.argv[1]))
+    connection = connection or Connection(int(sys.argv[1]))
     sending = threading.Lock()
 
     def send(answer: object) -> None:

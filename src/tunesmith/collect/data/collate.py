@@ -26,52 +26,34 @@ EncodePair = Callable[[Prompt, Text], TokenIds]
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedPair:
-    """A pair as token ids: prompt and completion together, ending with the end-of-sequence token.
+class EncodedPreference:
+    """A pair or ranking as token ids: the prompt with each completion, ending with the end-of-sequence token, and the
+    place of each, 1 the best. The better side of a pair comes first, and a tie has the places (1, 1).
 
-    Example: prompt `Hi` and completions `a`, `b` give `chosen_ids=(72, 97, 2)`, `rejected_ids=(72, 98, 2)`.
-    """
-
-    prompt_id: str
-    chosen_ids: TokenIds
-    rejected_ids: TokenIds
-    margin: float | None = None
-    tie: bool = False
-
-    @property
-    def sequences(self) -> tuple[TokenIds, ...]:
-        """Both sides."""
-        return self.chosen_ids, self.rejected_ids
-
-    @property
-    def decided(self) -> Sequence[tuple[TokenIds, TokenIds]]:
-        """The better and the worse sequence; empty for a tie."""
-        return () if self.tie else ((self.chosen_ids, self.rejected_ids),)
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedRanking:
-    """A ranking as token ids: prompt and completion together for each completion, and their places, 1 the best.
-
-    Example: `sequences=((72, 97, 2), (72, 98, 2), (72, 99, 2))` with `ranks=(1, 2, 2)`.
+    Example: prompt `Hi` and completions `a`, `b` give `sequences=((72, 97, 2), (72, 98, 2))` with `ranks=(1, 2)`.
     """
 
     prompt_id: str
     sequences: tuple[TokenIds, ...]
     ranks: tuple[int, ...]
+    margin: float | None = None
+
+    @property
+    def is_tie(self) -> bool:
+        """True if no completion is better than another."""
+        return len(set(self.ranks)) == 1
 
     @property
     def decided(self) -> Sequence[tuple[TokenIds, TokenIds]]:
         """Every two sequences of different places, the better one first."""
-        return [(pair.chosen_ids, pair.rejected_ids) for pair in self.pairs() if not pair.tie]
+        return [(self.sequences[a], self.sequences[b]) for a, b, tie in every_two(self.ranks) if not tie]
 
-    def pairs(self) -> list[EncodedPair]:
+    def pairs(self) -> "list[EncodedPreference]":
         """Every two sequences as a pair, those of one place as a tie."""
-        ids = self.sequences
-        return [EncodedPair(self.prompt_id, ids[a], ids[b], tie=tie) for a, b, tie in every_two(self.ranks)]
-
-
-Encoded = EncodedPair | EncodedRanking
+        return [
+            replace(self, sequences=(self.sequences[a], self.sequences[b]), ranks=(1, 1 if tie else 2))
+            for a, b, tie in every_two(self.ranks)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +101,18 @@ def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Te
     return ids_BT, torch.tensor(lengths, dtype=torch.int64)
 
 
-def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int) -> PairBatch:
+def collate_pairs(pairs: Sequence[EncodedPreference], pad_id: int) -> PairBatch:
     """The pairs as one padded batch on the CPU; the sides of a pair are adjacent, because they share a prompt."""
     rows: dict[TokenIds, int] = {}
-    sides = [[rows.setdefault(ids, len(rows)) for ids in (pair.chosen_ids, pair.rejected_ids)] for pair in pairs]
+    sides = [[rows.setdefault(ids, len(rows)) for ids in pair.sequences] for pair in pairs]
     chosen, rejected = [side[0] for side in sides], [side[1] for side in sides]
     ids_BT, lengths_B = pad_right(list(rows), pad_id)
     margin_N = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float32)
-    tie_N = torch.tensor([pair.tie for pair in pairs], dtype=torch.bool)
+    tie_N = torch.tensor([pair.is_tie for pair in pairs], dtype=torch.bool)
     return PairBatch(ids_BT, lengths_B, torch.tensor(chosen), torch.tensor(rejected), margin_N, tie_N)
 
 
-def collate_rankings(rankings: Sequence[EncodedRanking], pad_id: int) -> RankingBatch:
+def collate_rankings(rankings: Sequence[EncodedPreference], pad_id: int) -> RankingBatch:
     """The rankings as one padded batch on the CPU."""
     rows: dict[TokenIds, int] = {}
     indices = [[rows.setdefault(ids, len(rows)) for ids in ranking.sequences] for ranking in rankings]
@@ -140,19 +122,9 @@ def collate_rankings(rankings: Sequence[EncodedRanking], pad_id: int) -> Ranking
     return RankingBatch(ids_BT, lengths_B, index_RK, rank_RK)
 
 
-def as_rankings(items: Iterable[Encoded]) -> list[EncodedRanking]:
-    """The items with each pair as a ranking of two."""
-    return [
-        EncodedRanking(item.prompt_id, item.sequences, (1, 1 if item.tie else 2))
-        if isinstance(item, EncodedPair)
-        else item
-        for item in items
-    ]
-
-
-def as_pairs(items: Iterable[Encoded]) -> list[EncodedPair]:
+def as_pairs(items: Iterable[EncodedPreference]) -> list[EncodedPreference]:
     """The items with each ranking of K completions as K(K-1)/2 pairs."""
-    return [pair for item in items for pair in ([item] if isinstance(item, EncodedPair) else item.pairs())]
+    return [pair for item in items for pair in item.pairs()]
 
 
 def encode_preferences(
@@ -163,7 +135,7 @@ def encode_preferences(
     *,
     truncates: bool = False,
     encode: EncodePair | None = None,
-) -> list[Encoded]:
+) -> list[EncodedPreference]:
     """The items as token ids, in order, by `encode` if it is given.
 
     One with a side of more than `max_tokens` is bad (see `rows.usable`), or with `truncates` is cut by `truncate_left`.
@@ -178,11 +150,10 @@ def encode_preferences(
                 raise too_long(name, len(ids), max_tokens)
         return cut
 
-    def encode_item(item: Pair | Ranking) -> Encoded:
+    def encode_item(item: Pair | Ranking) -> EncodedPreference:
         sequences, ranks = encode_sides(item, encode_pair, within)
-        if isinstance(item, Ranking):
-            return EncodedRanking(item.prompt.id, tuple(sequences), ranks)
-        return EncodedPair(item.prompt.id, *sequences, margin=item.margin, tie=item.tie)
+        margin = item.margin if isinstance(item, Pair) else None
+        return EncodedPreference(item.prompt.id, tuple(sequences), ranks, margin)
 
     return usable(items, encode_item, bad, "pairs")
 

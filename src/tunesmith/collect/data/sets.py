@@ -21,11 +21,10 @@ from tunesmith.collect.data.answers import (
     with_mismatched,
 )
 from tunesmith.collect.data.collate import (
-    Encoded,
+    EncodedPreference,
     EncodePair,
     MeasuredPrompt,
     as_pairs,
-    as_rankings,
     encode_preferences,
     measure_prompts,
     prefix_prompts,
@@ -112,7 +111,7 @@ class PromptSets(Sets[Prompt]):
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceSets(Sets[Encoded]):
+class PreferenceSets(Sets[EncodedPreference]):
     """Encoded pairs, or rankings under `plackett_luce`.
 
     `train_prompts` and `heldout_prompts` map the id of a row to the key of its prompt, which several rows may share.
@@ -274,7 +273,7 @@ def preference_sets(
     """
     limit, is_listwise = _limit(section.max_tokens, max_length), section.rankings == "plackett_luce"
 
-    def encoded_rows(rows: list[Pair | Ranking], bad: BadRows) -> list[Encoded]:
+    def encoded_rows(rows: list[Pair | Ranking], bad: BadRows) -> list[EncodedPreference]:
         return encode_preferences(rows, tokenizer, limit, bad, truncates=section.truncate == "left", encode=encode)
 
     sides = _read(section, lambda s, bad: load_preferences(s, section, bad), (given, given_heldout), seed)
@@ -289,9 +288,8 @@ def preference_sets(
             f"all {len(encoded.train)} rows to train on are ties, from which a reward model learns that everything is "
             "equal; give rows of which one completion is better" + _held_out(encoded.heldout, "pairs")
         )
-    expand = as_rankings if is_listwise else as_pairs
     prompts = ({item.prompt.id: prompt_key(item) for item in side} for side in (rows.train, rows.heldout))
-    train, heldout = expand(encoded.train), expand(encoded.heldout)
+    train, heldout = (side if is_listwise else as_pairs(side) for side in (encoded.train, encoded.heldout))
     return PreferenceSets(train, heldout, _sample(rows.train[0]), _first_prompts(rows.train), facts, *prompts)
 
 

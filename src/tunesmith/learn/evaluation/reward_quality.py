@@ -13,7 +13,7 @@ import torch
 
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.trace import span
-from tunesmith.collect.data.collate import Encoded, TokenIds, pad_right
+from tunesmith.collect.data.collate import EncodedPreference, TokenIds, pad_right
 from tunesmith.collect.statistics.intervals import mcnemar, proportion_interval
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.heads import RewardModel
@@ -83,7 +83,7 @@ class RewardQuality:
         return asdict(self)
 
 
-def decided_pairs(items: Sequence[Encoded], prompt_of: Mapping[str, str]) -> list[DecidedPair]:
+def decided_pairs(items: Sequence[EncodedPreference], prompt_of: Mapping[str, str]) -> list[DecidedPair]:
     """The decided pairs of `items`; `prompt_of` says which prompt a row, by its id, is about, and may lack some."""
     return [
         DecidedPair(prompt_of.get(item.prompt_id, item.prompt_id), better, worse)

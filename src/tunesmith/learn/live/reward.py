@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tunesmith.base.config.algorithms.live import LiveRecipe
 from tunesmith.base.core.seeds import Groups, derive, permutation_of_groups
 from tunesmith.base.core.trace import span
-from tunesmith.collect.data.collate import EncodedPair
+from tunesmith.collect.data.collate import EncodedPreference
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.load import new_reward_model
 from tunesmith.engine.models.loaded import freeze_lower_layers, keep_lower_layers
@@ -104,7 +104,7 @@ class RewardUpdate:
         return GRPO(cfg.grpo, drawing, learner.policy, reference, *shared, pool=prompts)
 
 
-def encode_pair(vote: VotedPair, stop_ids: Sequence[int], end_id: int | None) -> EncodedPair:
+def encode_pair(vote: VotedPair, stop_ids: Sequence[int], end_id: int | None) -> EncodedPreference:
     """Both answers as the reward model scores completions in PPO: one without any of `stop_ids` at its end gets
     `end_id`.
     """
@@ -113,4 +113,4 @@ def encode_pair(vote: VotedPair, stop_ids: Sequence[int], end_id: int | None) ->
         (*one.prompt_ids, *one.completion_ids, *(() if one.completion_ids[-1] in (*stop_ids, *end) else end))
         for one in vote.answers
     )
-    return EncodedPair(str(vote.prompt.content), chosen, rejected, tie=vote.tie)
+    return EncodedPreference(str(vote.prompt.content), (chosen, rejected), (1, 1 if vote.tie else 2))

@@ -18,7 +18,7 @@ from tunesmith.base.config.algorithms.reward import RewardRecipe, RewardTrainerS
 from tunesmith.base.core.errors import ConfigError
 from tunesmith.base.core.seeds import Groups, items_at, steps_of_epochs
 from tunesmith.base.core.trace import span
-from tunesmith.collect.data.collate import Encoded, as_pairs, as_rankings, collate_pairs, collate_rankings
+from tunesmith.collect.data.collate import EncodedPreference, as_pairs, collate_pairs, collate_rankings
 from tunesmith.collect.data.pairs import PreferenceLike
 from tunesmith.collect.data.sets import preference_sets
 from tunesmith.engine.batch.pack import chunks
@@ -67,7 +67,7 @@ class Reward:
         """The reward model."""
         return {"model": self.model}
 
-    def step(self, pairs: Sequence[Encoded], index: int) -> StepResult:
+    def step(self, pairs: Sequence[EncodedPreference], index: int) -> StepResult:
         """One step: the loss of `pairs` (or rankings), accumulated over micro-batches, and an update."""
         cfg = self.cfg
         options = {"with_margin": cfg.margin == "column", "center_coef": cfg.center_coef}
@@ -79,11 +79,16 @@ class Reward:
         return StepResult(metrics, report, lambda: [asdict(pair) for pair in pairs])
 
     def micro_batch_loss(
-        self, items: Sequence[Encoded], num_items: float, *, with_margin: bool = False, center_coef: float = 0.0
+        self,
+        items: Sequence[EncodedPreference],
+        num_items: float,
+        *,
+        with_margin: bool = False,
+        center_coef: float = 0.0,
     ) -> tuple[torch.Tensor, PreferenceStats | RankingStats]:
         """The loss of one micro-batch, divided by `num_items`, and its statistics. Each completion is scored once."""
         if self.as_rankings:
-            ranked = setup.sent(collate_rankings(as_rankings(items), pad_id=0), self.uploader)
+            ranked = setup.sent(collate_rankings(items, pad_id=0), self.uploader)
             reward_RK = self.model(ranked.ids_BT, ranked.lengths_B)[ranked.index_RK]
             return plackett_luce(reward_RK, ranked.rank_RK, num_rankings=num_items, center_coef=center_coef)
         batch = setup.sent(collate_pairs(as_pairs(items), pad_id=0), self.uploader)
@@ -152,7 +157,7 @@ class RewardTask:
         work = RunWork(rows, step, evaluation, once=judging)
         return training_estimate(self.model.model, self.cfg, work, micro_tokens=section.micro_batch_size * each)
 
-    def batch(self, index: int) -> list[Encoded]:
+    def batch(self, index: int) -> list[EncodedPreference]:
         """The pairs of step `index` (from 0), those of one prompt together: shared completions are scored once."""
         train = self.data.train
         size = min(self.cfg.reward_model.pairs_per_step, len(train))

@@ -5,11 +5,13 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from safetensors.torch import load_file
 
-from tunesmith.base.core.child import end_with_parent
+from tunesmith.base.core.child import serve
+from tunesmith.engine.rollout.workers.messages import Message, Reply, Setup
 from tunesmith.engine.rollout.workers.worker import Worker
 
 
@@ -34,20 +36,18 @@ def main() -> None:
 
 def _serve(connection: Connection) -> None:
     """Answer messages until the other side closes the connection, or this process's parent ends; never returns."""
-    end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    status = 0
     try:
-        worker = Worker(connection.recv(), load_file)
-        signal.signal(signal.SIGUSR1, lambda *_: worker.interrupt())
-        while True:
-            connection.send(worker.answer(connection.recv()))
-    except (EOFError, ConnectionError):
-        pass
+        serve(_prepared, connection)
     except BaseException:  # noqa: BLE001 - a forked process must not return into its parent's loop
         traceback.print_exc()
-        status = 1
-    os._exit(status)
+    os._exit(1)
+
+
+def _prepared(setup: Setup) -> Callable[[Message], Reply]:
+    worker = Worker(setup, load_file)
+    signal.signal(signal.SIGUSR1, lambda *_: worker.interrupt())
+    return worker.answer
 
 
 if __name__ == "__main__":
