@@ -353,10 +353,12 @@ def test_thumbs_of_a_deleted_user_are_forgotten_and_the_record_of_an_earlier_rel
         loop.folder.runs.add_version(replace(early, last_vote_id=None, last_feedback_id=None, last_request_id=None))
         people.store.delete_person(people.store.reader.person(second, "app"))
         loop.next_action()
+        loop.next_action()  # the second of two commands: of requests, and of everything
         assert [one.learnt_deleted for one in people.runs.versions()] == [False, False, True]
         assert [one.metric for one in loop.feedback.learnt.values()] == [f"thumbs {first}"]
         people.store.delete_person(people.store.reader.person(first, "app"))
         loop.next_action()
+        loop.next_action()  # the second of two commands: of requests, and of everything
         assert [one.learnt_deleted for one in people.runs.versions()] == [False, True, True]
         assert not loop.feedback.learnt and people.store.reader.inferences([first, second]) == {}
 

@@ -252,10 +252,12 @@ def test_a_pair_of_deleted_requests_is_forgotten_and_its_versions_say_so(tmp_pat
         tried_twice(loop, people, "late")
         loop.read_votes()
         people.store.delete_person(people.store.reader.person("late", "app"))
+        loop.next_action()  # two commands: of requests, and of everything
         loop.next_action()
         assert (len(loop.regenerated.fresh), len(loop.regenerated.learnt)) == (0, 3)
         assert [one.learnt_deleted for one in people.runs.versions()] == [False, False]
         people.store.delete_person(people.store.reader.person("user 2", "app"))
+        loop.next_action()
         loop.next_action()
         assert len(loop.regenerated.learnt) == 2
         assert [one.learnt_deleted for one in people.runs.versions()] == [False, True]

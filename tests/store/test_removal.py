@@ -236,7 +236,8 @@ def test_a_deleted_user_of_a_key_leaves_nothing_and_others_keep_what_is_theirs(s
     stats = store.reader.stats()
     assert (stats.num_votes, stats.num_demonstrations) == (6, 2) and stats.alpha.value is not None
     assert len(list(store.reader.export_feedback())) == 2  # a thumb, and a demonstration
-    (command,) = store.reader.commands_after(0)
+    of_requests, command = store.reader.commands_after(0)
+    assert of_requests.kind == "forget" and '"request_id":' in of_requests.argument
     assert command.kind == "forget" and command.rater_id == done["id"]
     assert (
         str(min(vote.id for vote in first)) in command.argument and str(min(one.id for one in said)) in command.argument

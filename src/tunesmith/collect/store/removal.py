@@ -125,6 +125,16 @@ def _asked_by(person: Person) -> ColumnElement[bool]:
     return (inferences.c.rater_id == person.key_id) & (inferences.c.user == person.user)
 
 
+def forget_requests(connection: Connection, person: Person, now: float) -> None:
+    """Tell trainers that the requests of a person are deleted, before the first of them is: they learn from those that
+    were made twice.
+    """
+    first = connection.execute(select(func.min(inferences.c.id)).where(_asked_by(person))).scalar()
+    if first is not None:
+        rater_id = person.rater_id or rater_of_user(connection, person.key_id, person.user, now)
+        add_command(connection, "forget", encode_json(asdict(Deleted(request_id=first))), rater_id, now)
+
+
 def remove_unrated(connection: Connection, person: Person) -> int:
     """Remove some of a person's answers on which there is no feedback, and return how many; 0 once there are none."""
     is_rated = exists().where(feedback.c.inference_id == inferences.c.id)
@@ -147,7 +157,7 @@ def remove_person(connection: Connection, person: Person, by: int | None, num_an
     said = or_(
         feedback.c.rater_id == rater_id, feedback.c.inference_id.in_(select(inferences.c.id).where(_asked_by(person)))
     )
-    deleted = _learnable(connection, ids, said, _asked_by(person))
+    deleted = _learnable(connection, ids, said)
     num: Counter[str] = Counter(answers=num_answers)
     about = connection.execute(select(feedback.c.inference_id).where(said).distinct()).scalars().all()
     for part in chunks(ids):
@@ -189,12 +199,8 @@ def _own_items(connection: Connection, rater_id: int) -> list[int]:
     return list(connection.execute(select(items.c.id).where(*wanted)).scalars())
 
 
-def _learnable(
-    connection: Connection, ids: Sequence[int], said: ColumnElement[bool], asked: ColumnElement[bool]
-) -> Deleted:
-    """What trainers may have learnt from of the presentations `ids`, and of feedback and requests for which `said` and
-    `asked` hold.
-    """
+def _learnable(connection: Connection, ids: Sequence[int], said: ColumnElement[bool]) -> Deleted:
+    """What of the presentations `ids`, and of feedback for which `said` holds, trainers may have learnt from."""
     joined = votes.join(presentations).join(items)
     found: list[Any] = []
     for part in chunks(ids):
@@ -206,7 +212,6 @@ def _learnable(
     return Deleted(
         vote_id=min((row[0] for row in found if row[0] is not None), default=None),
         feedback_id=rated[0],
-        request_id=connection.execute(select(func.min(inferences.c.id)).where(asked)).scalar(),
         since=min((row[1] for row in (*found, rated) if row[1] is not None), default=None),
     )
 
