@@ -14,7 +14,7 @@ from sqlalchemy import NullPool, create_engine
 
 from postgres_parts import Postgres, Proxy, wait_until
 from tunesmith.base.core.errors import DataError, InputError, MissingDependencyError, StoreError, StoreInUseError
-from tunesmith.collect.store import database, tables
+from tunesmith.collect.store import database, tables, writer
 from tunesmith.collect.store import postgres as driver
 from tunesmith.collect.store.inferences import Speaker
 from tunesmith.collect.store.records import CampaignSettings, Choice, Feedback, Inference, KeySettings, NewItem
@@ -274,7 +274,7 @@ def test_a_server_that_is_started_again_meanwhile_is_waited_for_and_one_that_sta
             waits.join()
             assert [one.name for one in store.reader.raters()] == ["ann", "bob"]
             own.stop("immediate")
-            for module in (driver, sys.modules[VoteStore.__module__]):
+            for module in (driver, writer):
                 monkeypatch.setattr(module, "WAIT_S", 0.3)
             with pytest.raises(StoreError, match="cannot be reached; is the server running"):
                 store.add_rater("cid")
