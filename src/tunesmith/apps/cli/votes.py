@@ -70,7 +70,7 @@ class ExportVotesOptions:
         flag("Format; without it, the name says it."),
     ] = None
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
-    decided: Annotated[bool, flag("Leave out ties: for libraries that know no column `tie`.")] = False
+    decided: Annotated[bool, flag("Leave out ties, and feedback that is no thumb: for libraries that know neither.")] = False
     both_bad: Annotated[bool, flag("Keep votes that call both answers bad, with that `verdict`, as ties.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
@@ -174,7 +174,8 @@ def export(words: Sequence[str]) -> None:
             rows = itertools.chain(written, edited)
             num = write_rows(options.dest, itertools.starmap(openai_chat, rows), "jsonl")
         elif options.kind == "feedback":
-            num = write_rows(options.dest, map(feedback_columns, reader.export_feedback()), form)
+            rows = map(feedback_columns, reader.export_feedback())
+            num = write_rows(options.dest, (row for row in rows if "label" in row or not options.decided), form)
         elif options.kind == "demonstrations":
             num = write_rows(options.dest, map(demonstration_columns, reader.export_demonstrations(campaign_id)), form)
         else:
