@@ -146,6 +146,9 @@ def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path):
     ]
     assert rows[0]["label"] is False and "label" not in rows[1]
     assert {row["prompt"] for row in rows} == {"A colour?"} and rows[0]["source"] == "v2"
+    labels = tmp_path / "labels.jsonl"
+    assert main(["votes", "export", str(labels), "--dir", str(tmp_path), "--kind", "feedback", "--decided"]) == 0
+    assert [json.loads(line) for line in labels.read_text().splitlines()] == rows[:1]
 
 
 def test_a_database_is_named_by_a_url_and_in_a_recipe_without_its_password(
