@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from arena_parts import make_loop
 from server_parts import Client, Server
 from tunesmith.collect.store.inferences import conversation_of
 from tunesmith.collect.store.records import KeySettings
+from tunesmith.collect.store.runs import RunReader, RunStore
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.api.endpoint import Collected, Endpoint
 from tunesmith.collect.web.api.openai import RefusedError, message_of
-from tunesmith.collect.web.arena import Contestant, tried_in
+from tunesmith.collect.web.arena import Contestant, of_live_loop, tried_in
 from tunesmith.collect.web.drawing import Drawer
 
 openai = pytest.importorskip("openai")
@@ -418,6 +420,21 @@ def test_a_version_that_is_tried_answers_its_share_of_the_conversations_and_alwa
     for text in ("", "{", '{"version": 7, "share": 0.5}', '{"version": 1, "share": 0.5}', "[]"):
         (folder / "trial.json").write_text(text)
         assert endpoint.model("live", said[0]) == served
+
+
+def test_all_versions_whose_weights_are_kept_can_be_asked_for_and_later_ones_are_not_compared(tmp_path):
+    folder, drawer = make_loop(tmp_path / "live", num_versions=6), Drawer(tmp_path / "worker.log", stays=False)
+    with RunStore.open(folder / "runs.db") as store:
+        for number, is_serving in ((5, False), (3, True)):  # gone back to the third
+            store.add_version(replace(store.version(number), serving=is_serving))
+    (folder / "versions" / "v000001").rmdir()
+    with RunReader.open(folder / "runs.db") as runs:
+        assert [one.name for one in of_live_loop(folder, runs)] == ["v3", "v2", "v0"]
+        endpoint = Endpoint(drawer, partial(of_live_loop, folder, runs, has_all=True), "live")
+        assert [one.name for one in endpoint.models()] == ["v3", "v2", "v5", "v4", "v0"]
+        assert endpoint.model("v5").version == 5 and endpoint.model("live").version == 3
+        assert {one.name for one in endpoint.two("live")} == {"v3", "v2"}
+        assert {one.name for one in endpoint.two("v2")} == {"v3", "v2"}
 
 
 def test_the_conversation_of_a_request_is_its_episode_its_user_or_how_it_began():

@@ -410,8 +410,10 @@ def _candidate(turn: Turn, place: int) -> Candidate:
     return Candidate(answer["text"], *tokens, side.version, source_id=side.name)
 
 
-def of_live_loop(folder: Path, runs: RunReader) -> list[Contestant]:
-    """The served version of the live loop in `folder`, the one before it, and the base; empty without a trainer."""
+def of_live_loop(folder: Path, runs: RunReader, *, has_all: bool = False) -> list[Contestant]:
+    """The served version of the live loop in `folder`, the one before it, or with `has_all` all others whose weights are
+    kept, the newest first, and the base; empty without a trainer.
+    """
     recipe = read_recipe(folder)
     model, rollout = recipe.get("model"), recipe.get("rollout")
     if not is_mapping(model) or not is_mapping(rollout):
@@ -420,14 +422,20 @@ def of_live_loop(folder: Path, runs: RunReader) -> list[Contestant]:
     # As the loop draws and learns, and as its held-out prompts are, which votes are to make better.
     as_text = all(isinstance(one.prompt, str) for one in runs.offers_after(0, 1))
     base = Contestant("v0", {**model, "trust_remote_code": False}, sampling, 0, as_text)
-    found = [base]
-    versions = [one for one in runs.versions() if one.accepted and one.path]
-    serving = next((one.version for one in versions if one.serving), 0)
-    for one in [one for one in versions if one.version <= serving][-2:]:
-        path = folder / "versions" / Path(one.path).name
-        if path.is_dir():
-            found.insert(0, Contestant(f"v{one.version}", {"name": str(path)}, sampling, one.version, as_text))
-    return found
+    versions = {one.version: Path(one.path).name for one in runs.versions() if one.accepted and one.path}
+    serving = next((one.version for one in runs.versions() if one.serving), 0)
+    before = sorted((number for number in versions if number <= serving), reverse=True)
+    others = sorted((number for number in versions if number > serving), reverse=True)
+    paths = {
+        number: folder / "versions" / versions[number] for number in ([*before, *others] if has_all else before[:2])
+    }
+    found = [
+        Contestant(f"v{number}", {"name": str(path)}, sampling, number, as_text)
+        for number, path in paths.items()
+        if path.is_dir()
+    ]
+    # The served one is the first.
+    return [*found, base] if serving else [base, *found]
 
 
 def tried_in(folder: Path, served: Contestant) -> tuple[Contestant, float] | None:

@@ -148,7 +148,7 @@ def _endpoint(settings: ServerSettings, drawer: Drawer, runs: RunReader) -> Endp
     if not settings.openai:
         return None
     if serves_live_loop(settings):
-        served, tried = partial(of_live_loop, settings.folder, runs), partial(tried_in, settings.folder)
+        served, tried = partial(of_live_loop, settings.folder, runs, has_all=True), partial(tried_in, settings.folder)
         return Endpoint(drawer, served, LIVE_ALIAS, tried=tried)
     only = Contestant(settings.openai, {"name": settings.openai}, {})
     return Endpoint(drawer, lambda: [only], Path(settings.openai).name or settings.openai)

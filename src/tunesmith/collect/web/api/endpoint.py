@@ -102,9 +102,12 @@ class Endpoint:
         return chosen[0]
 
     def two(self, name: str) -> list[Contestant]:
-        """The model of this name and another one, in random order; twice the same if there is no other."""
-        first = self.model(name)
-        others = [one for one in self.models() if one != first] or [first]
+        """The model of this name and another one, in random order; twice the same if there is no other. Versions that
+        were gone back from are not compared.
+        """
+        first, found = self.model(name), self.models()
+        served = found[0].version or 0
+        others = [one for one in found if one != first and (one.version or 0) <= served] or [first]
         sides = [first, others[0]]
         self._random.shuffle(sides)
         return sides
