@@ -68,13 +68,25 @@ def test_a_dry_run_says_everything_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_with_tools_shows_what_the_first_turn_reads(tmp_path: Path, capsys: Capture) -> None:
-    words = ["train", "grpo", "--model", "tiny:llama", "--run.dir", str(tmp_path), "--rollout.max-new-tokens", "8"]
-    words += ["--tools", "calculator", "--dry-run"]
+def test_a_dry_run_with_tools_shows_what_the_first_turn_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "grpo", "--model", "tiny:llama", "--rollout.max-new-tokens", "8", "--dry-run", "--tools"]
+    assert main([*words, "calculator"]) == 2
+    error = capsys.readouterr().err
+    assert "no prompt leaves room behind it" in error and "the descriptions of the tools" in error
+    Path("mine.py").write_text("class Game:\n    def reset(self, **row):\n        return ' Guess.'\n")
+    words = [*words[:-1], "--environment", "./mine.py:Game", "--prompts", "prompts.jsonl"]
+    Path("prompts.jsonl").write_text('{"prompt": "A number."}\n')
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "prompt, as the first turn reads it:" in shown and '"name": "calculator"' in shown
-    assert "at least " in shown and "assumed  the longest trajectories, 8 turns of 8 tokens" in shown
+    assert "prompt, as the first turn reads it:" in shown and "A number. Guess." in shown
+    assert (
+        "available, fits: weights" in shown
+        and "of full length" in shown
+        and "assumed  the longest trajectories, 8 turns of 8 tokens" in shown
+    )
     assert main([*words, "--json"]) == 0
     facts = answer(capsys)
     assert facts["least_seconds"] > 0  # type: ignore[operator]

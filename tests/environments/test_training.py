@@ -312,7 +312,7 @@ def test_trajectories_without_room_for_a_turn_are_left_out(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("row", "message"),
-    [({"environment": "shap"}, "has `environment` 'shap'; name one of shop, talk"), ({}, "has no `environment`")],
+    [({"environment": "shap"}, "has `environment` 'shap'; name one of 'shop', 'talk'"), ({}, "has no `environment`")],
 )
 def test_a_row_that_names_no_environment_is_refused_before_anything_is_drawn(row, message, tmp_path) -> None:
     rows = [{"prompt": "a", "environment": "shop"}, {"prompt": "b", **row}]
@@ -335,6 +335,8 @@ def test_what_is_wrong_with_an_environment_is_said_before_a_run_folder_is_made(t
         ({"environment_factory": Talks()}, "give a class, or a function that makes one"),
         ({"environment_factory": {"a": Talks, "b": Talks()}}, r"environment_factory\['b'\] is of type Talks"),
         ({"environment_factory": {}}, "environment_factory is empty"),
+        ({"environment_factory": {1: Talks}}, r"environment_factory has the key 1 of type int; give texts"),
+        ({"environment_factory": {None: Talks}}, r"has the key None of type NoneType"),
         ({"environment_factory": {"a": Talks, "b": NoHints}, "prompts": A}, "tool `look` has no schema"),
         ({"tools": ["calculater"], "environment_factory": None}, "is none of calculator, search, python"),
         ({"environment": "textrena:Wordle-v0", "environment_factory": None}, "did you mean `textarena:Wordle-v0`"),

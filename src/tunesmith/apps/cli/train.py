@@ -125,6 +125,7 @@ def _show(resolved: "Resolved", output: Output) -> None:
     """Print the resolved recipe, the estimate, a data sample and its tokens; raise DataError if a run would."""
     from tunesmith.base.config.effects import ineffective
     from tunesmith.base.config.yaml_text import to_yaml
+    from tunesmith.learn.trainers.estimate import fit_of
     from tunesmith.learn.trainers.run import preview
     from tunesmith.observe.reports.text import count_of, duration, memory_size
 
@@ -132,11 +133,14 @@ def _show(resolved: "Resolved", output: Output) -> None:
     facts = preview(resolved.recipe)
     parts = ", ".join(f"{part} {memory_size(size_gb)}" for part, size_gb in facts.memory_gb.items())
     output.say(f"model    {facts.model}, {facts.num_parameters:,} parameters")
-    output.say(f"memory   {memory_size(sum(facts.memory_gb.values()))} estimated: {parts}")
+    fit = fit_of(sum(facts.memory_gb.values()))
+    output.say(f"memory   {memory_size(sum(facts.memory_gb.values()))} estimated {fit}: {parts}")
     output.say("by stage " + ", ".join(f"{stage} {memory_size(size_gb)}" for stage, size_gb in facts.stage_gb.items()))
     output.say(f"time     about {duration(facts.seconds)} for {count_of(facts.num_steps, 'step')}")
     if facts.least_seconds is not None:
-        output.say(f"at least {duration(facts.least_seconds)}, if every trajectory ends with its first turn")
+        output.say(
+            f"one turn {duration(facts.least_seconds)}, if all trajectories end with a first turn of full length"
+        )
         output.say(f"assumed  {facts.assumed}")
     output.say(f"data     {count_of(facts.num_items, 'item')}, for example:\n{visible(facts.sample)}")
     if facts.server:

@@ -411,8 +411,8 @@ def _candidate(turn: Turn, place: int) -> Candidate:
 
 
 def of_live_loop(folder: Path, runs: RunReader, *, has_all: bool = False) -> list[Contestant]:
-    """The served version of the live loop in `folder`, the one before it, or with `has_all` all others whose weights are
-    kept, the newest first, and the base; empty without a trainer.
+    """The served version of the live loop in `folder`, the one before it (with `has_all` all others that are kept, the
+    newest first), and the base; empty without a trainer.
     """
     recipe = read_recipe(folder)
     model, rollout = recipe.get("model"), recipe.get("rollout")

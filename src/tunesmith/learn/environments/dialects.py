@@ -88,7 +88,7 @@ def name_in(row: Mapping[str, object], names: Collection[str]) -> str:
     if isinstance(name, str) and name in names:
         return name
     given = f"has no `{ENVIRONMENT}`" if name is None else f"has `{ENVIRONMENT}` {name!r}"
-    raise InputError(f"a row of the prompts {given}; name one of {', '.join(names)} in each row")
+    raise InputError(f"a row of the prompts {given}; name one of {', '.join(map(repr, names))} in each row")
 
 
 @dataclass(frozen=True, slots=True)

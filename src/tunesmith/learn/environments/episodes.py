@@ -210,11 +210,25 @@ class Conversations:
                 on_group(index, group)
         return groups
 
-    def begun(self, prompt: Prompt, seed: int) -> Prompt:
-        """`prompt` as the first turn of a trajectory sees it, with what `reset` says and the tools that are offered."""
-        state = self._begin(prompt, seed)
-        self._give_back(state)
-        return state.prompt
+    def begun(self, prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+        """`prompts` as the first turns of trajectories read them, with what `reset` says and the tools.
+
+        Raises InputError if none leaves room in the context.
+        """
+        states: list[_State] = []
+        for prompt in prompts:
+            states.append(self._begin(prompt, seed))
+            self._give_back(states[-1])
+        if all(len(state.sample.prompt_ids) >= self._context for state in states):
+            raise self._no_room(states)
+        return [state.prompt for state in states]
+
+    def _no_room(self, states: Sequence[_State]) -> InputError:
+        longest = max((len(state.sample.prompt_ids) for state in states), default=0)
+        return InputError(
+            f"no prompt leaves room behind it: the longest has {longest} tokens, and the model's context holds "
+            f"{self._context}; shorten the prompts or the descriptions of the tools"
+        )
 
     def _converse(
         self, engine: Engine, states: Sequence[_State], sampling: SamplingParams, pool: ThreadPoolExecutor
@@ -231,11 +245,7 @@ class Conversations:
         of_all = gathered(own, "first prompts", all_ranks=True)
         if not of_all:
             _check([(state.prompt.id, state.error) for state in states])
-            longest = max((len(state.sample.prompt_ids) for state in states), default=0)
-            raise InputError(
-                f"no prompt leaves room behind it: the longest has {longest} tokens, and the model's context holds "
-                f"{self._context}; shorten the prompts or the descriptions of the tools"
-            )
+            raise self._no_room(states)
         keys = noise_keys([ids for _, ids, _ in of_all], 1)
         limits = [limit for _, _, limit in of_all]
         sampling = replace(

@@ -55,6 +55,11 @@ def _given_factory(given: EnvironmentFactory, arguments: Mapping[str, Any]) -> C
     """Makes what is given from Python in place of a source. Raises InputError for what can make nothing."""
     named = given if isinstance(given, Mapping) else {"": given}
     for name, one in named.items():
+        if not isinstance(name, str):
+            raise InputError(
+                f"environment_factory has the key {name!r} of type {type(name).__name__}; give texts, as the prompts' "
+                "column `environment` has them"
+            )
         if not callable(one):
             of_name = f"[{name!r}]" if name else ""
             raise InputError(

@@ -229,7 +229,8 @@ class Loop:
         self.note_fresh()
         if self.reward is not None:  # as after a restart, it is trained anew, on what is left
             self.reward = RewardUpdate(self.cfg, self.learner, self.offers, self.memory)
-        _log.info("somebody's data was deleted; it is not learnt from any more")
+        if deleted.request_id is None:  # the second of two commands
+            _log.info("somebody's data was deleted; it is not learnt from any more")
 
     def trial_is_over(self, now: float) -> bool:
         """Serve the tried version, or take it back, as soon as the feedback or the time says which; True if so.

@@ -190,20 +190,22 @@ def ending_s(estimate: Estimate, cfg: Recipe) -> float:
     return _END_S + (exported_gb + (exported_gb + moments_gb) * (cfg.run.checkpoint_every > 0)) / _GB_PER_S
 
 
+def fit_of(total_gb: float, device: torch.device | None = None) -> str:
+    """The memory that is available on `device`, by default the CPU, and whether `total_gb` fit into it, in words."""
+    is_gpu = device is not None and device.type == "cuda"
+    free_gb = torch.cuda.mem_get_info(device)[0] / 1e9 if is_gpu else available_gb()
+    fit = "fits" if total_gb < free_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
+    return f"of {memory_size(free_gb)} available, {fit}"
+
+
 def announce(estimate: Estimate, enabled: bool, device: torch.device) -> None:
     """Print to stderr whether the run fits into the memory of `device`."""
     if not enabled:
         return
-    is_gpu = device.type == "cuda"
-    free_gb = torch.cuda.mem_get_info(device)[0] / 1e9 if is_gpu else available_gb()
     parts = ", ".join(
         f"{name} {memory_size(gb)}" for name, gb in estimate.memory_gb.items() if gb >= estimate.total_gb / 50
     )
-    fit = "fits" if estimate.total_gb < free_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
-    say(
-        f"memory: about {memory_size(estimate.total_gb)} of {memory_size(free_gb)} available, {fit} ({parts})",
-        enabled=True,
-    )
+    say(f"memory: about {memory_size(estimate.total_gb)} {fit_of(estimate.total_gb, device)} ({parts})", enabled=True)
     stages = ", ".join(f"{stage} {memory_size(gb)}" for stage, gb in estimate.stage_gb.items())
     say(f"memory by stage: {stages}", enabled=True)
 

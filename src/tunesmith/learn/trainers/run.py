@@ -21,6 +21,7 @@ from tunesmith.base.core.trace import span
 from tunesmith.base.runs import checkpoint
 from tunesmith.base.runs.environment import peak_rss_gb
 from tunesmith.base.runs.trackers import check_trackers
+from tunesmith.base.schema.records import Prompt
 from tunesmith.collect.data.sets import Sets
 from tunesmith.engine.distributed.launch import as_started, ranks_of
 from tunesmith.engine.distributed.ranks import END, data_rank, gathered, num_ranks, orders, rank, tell
@@ -345,14 +346,14 @@ def cost_of(cfg: Recipe, task: Any, estimate: Estimate) -> Work:
     return trial(policy, work.rows, engine, sampling, work.num_slots, optimizer=cfg.optimizer) * (1 / num_ranks())
 
 
-def tokens_of(task: Any) -> TokenFacts:
-    """The token ids that the task samples, scores and trains."""
+def tokens_of(task: Any, prompts: Sequence[Prompt] | None = None) -> TokenFacts:
+    """The token ids that the task samples, scores and trains; of a policy with `prompts` in place of its first ones."""
     if isinstance(task, RewardTask):
         model, data = task.model, task.data
         return token_facts(model.model, model.tokenizer, data.prompts, data.learnt, draws=False)
     loaded, data = task.loaded, task.data
     rewards = task.scorer.model_rewards if isinstance(task, PolicyTask) else {}
-    return token_facts(loaded.model, loaded.tokenizer, data.prompts, data.learnt, rewards)
+    return token_facts(loaded.model, loaded.tokenizer, prompts or data.prompts, data.learnt, rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,13 +397,13 @@ def preview(cfg: Recipe) -> Preview:
         work = estimated.work.preparation + estimated.work.remaining(task.num_steps, cfg.run.eval_every)
         return work.seconds(cost_of(cfg, task, estimated)) + ending_s(estimated, cfg)
 
-    sample, assumed, least = data.sample, "", None
+    prompts, sample, assumed, least = data.prompts, data.sample, "", None
     if isinstance(task, PolicyTask) and task.conversations is not None:
-        begun = task.conversations.begun(data.prompts[0], cfg.run.seed)
-        rendered = decode_marked(task.loaded.tokenizer, encode_prompt(task.loaded.tokenizer, begun))
+        prompts = task.conversations.begun(prompts, cfg.run.seed)
+        rendered = decode_marked(task.loaded.tokenizer, encode_prompt(task.loaded.tokenizer, prompts[0]))
         sample = f"prompt, as the first turn reads it:\n{rendered}"
         assumed, least = task.assumed, seconds(task.estimate(longest=False))
-    tokens, server = tokens_of(task), _absent_server(cfg)
+    tokens, server = tokens_of(task, prompts), _absent_server(cfg)
     if isinstance(task, PolicyTask):
         task.close()
     time_s = seconds(estimate)
