@@ -31,6 +31,9 @@ _MAX_OVERLAP = 1000
 KEY_PREFIX = "sk-"
 """Begin of the keys of the API, as those of OpenAI have it, by which scanners for leaked secrets know them."""
 
+DELETED = "deleted"
+"""Name of those whose data was deleted, before their id."""
+
 
 def set_campaign(connection: Connection, settings: CampaignSettings, now: float) -> Campaign:
     """Create or change the campaign of this name, and reopen it if it was closed."""
@@ -163,6 +166,22 @@ def rater_of_user(connection: Connection, key_id: int, user: str, now: float) ->
 def user_name(key_id: int, user: str) -> str:
     """The name of the rater for a user of a key, which does not tell who it is."""
     return f"user {token_sha256(f'{key_id}:{user}')[:24]}"
+
+
+def make_nameless(connection: Connection, rater_id: int, now: float) -> None:
+    """End the access of a rater whose data is deleted, and give them a name that does not tell who they were."""
+    name, table = f"{DELETED} {rater_id}", tables.raters
+    while connection.execute(select(table.c.id).where(table.c.name == name, table.c.id != rater_id)).first():
+        name += "'"
+    values = {"name": name, "token_sha256": None, "disabled_at": now}
+    connection.execute(update(table).where(table.c.id == rater_id).values(**values))
+
+
+def is_deleted(connection: Connection, rater_id: int) -> bool:
+    """True if the data of this rater was deleted: nothing of theirs is stored any more."""
+    query = select(tables.raters.c.name, tables.raters.c.disabled_at).where(tables.raters.c.id == rater_id)
+    found = connection.execute(query).first()
+    return found is not None and found.disabled_at is not None and found.name.rstrip("'") == f"{DELETED} {rater_id}"
 
 
 def all_raters(connection: Connection) -> list[Rater]:
