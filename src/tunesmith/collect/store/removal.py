@@ -21,10 +21,11 @@ from tunesmith.collect.store.campaigns import (
     all_campaigns,
     all_raters,
     make_nameless,
+    rater_named,
     rater_of_user,
     user_name,
 )
-from tunesmith.collect.store.content import check_text, encode_json, name_key, token_sha256
+from tunesmith.collect.store.content import check_text, encode_json, token_sha256
 from tunesmith.collect.store.inferences import DAY_S, IMPORTED, load_all
 from tunesmith.collect.store.items import chunks, texts_of_items
 from tunesmith.collect.store.queue import refresh_open_items
@@ -95,19 +96,18 @@ def person_named(connection: Connection, name: str, key: str = "") -> Person:
     check_text(f"{name} {key}", "the name")
     known = all_raters(connection)
     if key:
-        found = next((one for one in known if one.scopes is not None and one.name == key), None)
+        found = rater_named((one for one in known if one.scopes is not None), key)
         if found is None:
             raise StoreError(f"there is no key {key!r}; there are {_listed(one.name for one in known if one.scopes)}")
         person = _user_of(connection, found.id, name)
         if person is None:
             raise StoreError(f"the key {key!r} has no user {name!r}; write it as the application does")
         return person
-    same = [one for one in known if name_key(one.name) == name_key(name)]
-    if not same:
+    rater = rater_named(known, name)
+    if rater is None:
         keys = [one.name for one in known if one.scopes is not None and _user_of(connection, one.id, name)]
         hint = f"; of the {_listed(keys)} there is a user of this name: add --key" if keys else ""
         raise StoreError(f"there is no rater and no key {name!r}{hint}")
-    rater = next((one for one in same if one.name == name), same[0])
     # The rater of a user, by the name that pages show.
     query = select(feedback.c.key_id, feedback.c.user).where(feedback.c.rater_id == rater.id, feedback.c.user != "")
     user = connection.execute(query.limit(1)).first()
