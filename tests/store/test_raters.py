@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.base.core.errors import StoreError
-from tunesmith.collect.store.records import PolicyVersion
+from tunesmith.base.core.errors import DataError, StoreError
+from tunesmith.collect.store.campaigns import user_name
+from tunesmith.collect.store.records import Candidate, GivenVote, KeySettings, NewItem, PolicyVersion
 from tunesmith.collect.store.vote_reader import VoteReader
 from tunesmith.collect.store.votes import VoteStore
 
@@ -44,6 +45,23 @@ def test_a_name_can_be_taken_once(store: VoteStore):
     store.add_rater("ann")
     with pytest.raises(StoreError, match="taken"):
         store.add_rater(" ann ")
+
+
+@pytest.mark.parametrize("name", [user_name(1, "ada"), user_name(1, "ada").upper(), "deleted 7", " Deleted  7'"])
+def test_nobody_gets_a_name_under_which_a_user_or_a_deleted_person_is_found(store: VoteStore, campaign, name: str):
+    invited = store.add_rater("invite 1")
+    given = GivenVote(NewItem("prompt", (Candidate("good"), Candidate("poor"))), "better", 0, name)
+    for way in (
+        lambda: store.add_rater(name),
+        lambda: store.add_rater(name, key=KeySettings(("generate",))),
+        lambda: store.redeem(invited.token, name=name),
+        # Exports hold the names of users of keys, which are imported elsewhere.
+        *([lambda: store.import_votes(campaign(), [given])] if "eleted" in name else ()),
+    ):
+        with pytest.raises(DataError, match="of the form that users of keys .* get; choose another"):
+            way()
+    assert [one.name for one in store.reader.raters()] == ["invite 1"]
+    assert store.add_rater("user friendly").rater.name == "user friendly"
 
 
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.base.core.errors import StoreError, UnknownPresentationError
+from tunesmith.base.core.errors import DataDeletedError, StoreError, UnknownPresentationError
 from tunesmith.collect.store.inbox import Chore
 from tunesmith.collect.store.inferences import Speaker
 from tunesmith.collect.store.records import (
@@ -392,3 +392,23 @@ def test_a_command_has_the_owner_of_the_file_do_the_work(store: VoteStore, key: 
     assert do_in(path, Chore("delete", facts), told.append)["votes"] == 3
     do_in(path, Chore("note", {"kind": "data exported", "detail": {"id": key}}), told.append)
     assert [(one.kind, one.about) for one in store.reader.audit(limit=1)] == [("data exported", "app")]
+
+
+def test_nothing_is_stored_for_those_whose_data_was_deleted_by_a_process_that_knows_them_still(store: VoteStore, key):
+    ann = store.add_rater("ann", now=NOW).rater.id
+    pair = NewItem("What ann asked", (Candidate("One"), Candidate("Two")))
+    answered(store, key, "kept", days=1)
+    for person in (Person(ann, ann), Person(key, key)):
+        store.delete_person(person, now=NOW)
+    for late in (
+        lambda: answered(store, key, "late", days=0, user=""),
+        lambda: answered(store, key, "late", days=0, user="ada"),
+        lambda: store.charge(key, 5, now=NOW),
+        lambda: say(store, key, 0, "thumbs", True, inference="kept"),
+        lambda: store.vote_on_pair(1, pair, ann, "left"),
+        lambda: store.next_presentations(ann, 1),
+    ):
+        with pytest.raises(DataDeletedError, match="was deleted, and the access ended; nothing is stored"):
+            late()
+    assert store.reader.inferences(["late"]) == {} and store.reader.tokens_of_day(NOW) == {}
+    assert store.reader.stats().num_items == 0

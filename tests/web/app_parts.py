@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -75,7 +76,8 @@ def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = (),
     ):
         jobs.add(Wanted("grpo", settings=(("model.name", "tiny:llama"),)), "key")
         with Drawer(folder / "model_worker.log") as drawer:
-            arena = Arena(folder / "arena", drawer, lambda: of_live_loop(folder, runs), keeps_first=True)
+            models, is_deleted = partial(of_live_loop, folder, runs), store.reader.is_deleted
+            arena = Arena(folder / "arena", drawer, models, keeps_first=True, is_deleted=is_deleted)
             tiny = Contestant("tiny:llama", {"name": "tiny:llama"}, {})
             endpoint = Endpoint(drawer, lambda: [tiny], "tiny")
             app = create_app(settings, store, runs, studio, jobs, arena, endpoint)

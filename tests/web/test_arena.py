@@ -11,11 +11,15 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
+from fastapi import HTTPException
 
-from app_parts import app_in
+from app_parts import TALK_ID, app_in
 from arena_parts import TOO_LONG, make_loop
 from server_parts import Server
+from tunesmith.apps.cli.main import main
 from tunesmith.apps.workflows.live_raters import Raters, RaterTraits, Talk
+from tunesmith.base.core.errors import RunError
+from tunesmith.collect.store.records import KeySettings
 from tunesmith.collect.store.vote_watch import VoteWatch
 from tunesmith.collect.web.access import API
 
@@ -229,6 +233,29 @@ def test_a_conversation_goes_on_after_the_server_was_killed(tmp_path):
     server.stop()
     with VoteWatch(folder / "votes.db") as watch:
         assert watch.per_minute(time.time())[-1] + watch.per_minute(time.time())[-2] == 1
+
+
+@pytest.mark.usefixtures("own_logging")
+@pytest.mark.parametrize("way", ["API", "command"])
+def test_a_conversation_that_was_deleted_while_it_was_answered_is_not_stored_again(parts, tmp_path, way):
+    arena, rob = parts.app.state.services.arena, parts.store.reader.rater_of(parts.rater)
+    talk, gate = arena.begin(rob.id), tmp_path / "gate"
+    arena.say(talk, 0, f"wait for {gate}")
+    assert not arena.progress(talk).is_over  # as an open stream asks, again and again
+    if way == "API":
+        boss = parts.client(parts.store.add_rater("boss", key=KeySettings(("admin",))).token)
+        assert boss.delete("/v1/person_data?user=rob").json()["deleted"]["conversations"] == 1
+    else:
+        assert main(["users", "delete", "rob", "--dir", str(tmp_path), "--yes"]) == 0
+    gate.touch()
+    while not (told := arena.progress(talk)).is_over:
+        time.sleep(0.01)
+    assert "removed with all data" in told.error and told.texts == ("", "")
+    with pytest.raises(RunError, match="removed with all data"):
+        arena.begin(rob.id)  # by a login that the server still remembers
+    with pytest.raises(HTTPException):
+        arena.get(talk.id, rob.id)
+    assert {file.name for file in (tmp_path / "arena").iterdir()} == {f"{TALK_ID}.json"}  # somebody else's
 
 
 def test_each_rater_has_so_many_streams_in_the_arena_too(tmp_path):

@@ -116,6 +116,21 @@ def test_an_admins_key_exports_and_deletes_a_user_and_nobody_else_does(served):
     assert server.rater("rob", boss).send("GET", f"{API}/audit").status == 403
 
 
+def test_a_key_is_found_by_its_name_in_whatever_spelling_and_takes_none_of_a_user(served):
+    server, admin = served
+    made = admin.send("POST", "/v1/keys", {"name": "  My  app "}).json
+    talk(Client(server.url, made["key"]), "ada")
+    as_given, address = "%20%20My%20%20app%20", f"{DATA}?user=ada&key="
+    rows = [admin.send("GET", f"{address}{name}").body.splitlines()[1:3] for name in (as_given, "my%20app")]
+    assert rows[0] == rows[1] and json.loads(rows[0][0])["name"] == made["name"]
+    taken = admin.send("POST", "/v1/keys", {"name": json.loads(rows[0][1])["name"]})
+    assert taken.status == 422 and "choose another" in taken.json["error"]["message"]
+    assert admin.send("DELETE", f"/v1/keys/{as_given}").status == 204
+    ended = [one["ended_at"] for one in admin.send("GET", "/v1/keys").json["data"] if one["name"] == made["name"]]
+    assert ended != [None] and len(ended) == 1
+    assert admin.send("DELETE", f"{DATA}?user={as_given}").status == 200
+
+
 def test_others_are_answered_and_lose_nothing_while_somebodys_data_is_deleted(served):
     server, admin = served
     app = make_app(admin, "busy")

@@ -88,8 +88,10 @@ def delete(words: Sequence[str]) -> None:
             output.say("nothing is removed yet: repeat the command with --yes")
             output.finish({"found": num})
             return
+        # First too: if the command is cut off, the person still has the name by which it is repeated.
+        num_talks = remove_talks(talks, person.rater_id)
         done = dict(do_in(options, Chore("delete", asdict(person))))
-        done["conversations"] = remove_talks(talks, done["id"])
+        done["conversations"] = num_talks + remove_talks(talks, done["id"])
         counts = (f"{count} of {name}" for name, count in done.items() if count and name != "id")
         output.say(f"removed: {', '.join(counts) or 'nothing but the name'}")
         output.say(f"they remain without a name, as rater {done['id']}, which the audit log refers to")

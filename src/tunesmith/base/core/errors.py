@@ -118,6 +118,10 @@ class NameTakenError(StoreError):
     """Another rater has this name, maybe in another spelling."""
 
 
+class DataDeletedError(StoreError):
+    """The data of this rater was deleted, and their access ended: nothing of theirs is stored any more."""
+
+
 class VoteError(InputError):
     """A vote, ranking or written answer is invalid; nothing was stored."""
 

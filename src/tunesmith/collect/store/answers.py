@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Table, exists, insert, select, update
 
 from tunesmith.base.core.errors import UnknownPresentationError, VoteConflictError, VoteError
 from tunesmith.collect.store.campaigns import campaign as load_campaign
-from tunesmith.collect.store.campaigns import raters_named
+from tunesmith.collect.store.campaigns import check_not_deleted, raters_named
 from tunesmith.collect.store.content import check_text
 from tunesmith.collect.store.items import (
     StoredAnswer,
@@ -225,6 +225,7 @@ def answering_pair(
     """A rater's answer to a pair that was shown to them outside of the queue, in the order of its candidates, or, with
     the `seed` SIDES_UNKNOWN, in whatever order. Item and presentation are stored; a repeated call finds them.
     """
+    check_not_deleted(connection, rater_id)
     (item_id,) = add_items(connection, campaign_id, [item]).item_ids
     # The pair may have been stored before, with its answers in the other order.
     texts = texts_of_items(connection, [item_id])[item_id]

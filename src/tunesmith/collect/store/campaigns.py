@@ -1,14 +1,15 @@
 """Campaigns, raters and commands: the rows and the rules of changing them. Each function runs in a transaction."""
 
 import math
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from tunesmith.base.core.errors import NameTakenError, StoreError
+from tunesmith.base.core.errors import DataDeletedError, DataError, NameTakenError, StoreError
 from tunesmith.collect.store import audit, tables
 from tunesmith.collect.store.content import check_name, check_text, name_key, token_sha256
 from tunesmith.collect.store.queue import refresh_open_items
@@ -25,11 +26,19 @@ from tunesmith.collect.store.records import (
 )
 from tunesmith.collect.store.tables import new_id
 
+T = TypeVar("T", Rater, Any)
+
 _SETTINGS = tuple(field.name for field in fields(CampaignSettings))
 _MAX_OVERLAP = 1000
 
 KEY_PREFIX = "sk-"
 """Begin of the keys of the API, as those of OpenAI have it, by which scanners for leaked secrets know them."""
+
+DELETED = "deleted"
+"""Name of those whose data was deleted, before their id."""
+
+_OF_DELETED = re.compile(rf"{DELETED} [0-9]+'*")
+_RESERVED = re.compile(rf"user [0-9a-f]{{24}}|{_OF_DELETED.pattern}")
 
 
 def set_campaign(connection: Connection, settings: CampaignSettings, now: float) -> Campaign:
@@ -86,7 +95,7 @@ def add_rater(
     """
     if role not in ("rater", "admin"):
         raise StoreError(f"role {role!r} is unknown; give rater or admin")
-    name = check_name(name.strip(), "the rater's name")
+    name = _new_name(name)
     if key is not None and not (key.scopes and set(key.scopes) <= set(SCOPES)):
         raise StoreError(f"the scopes of a key are {', '.join(key.scopes) or 'none'}; give some of {', '.join(SCOPES)}")
     token = f"{'' if key is None else KEY_PREFIX}{secrets.token_urlsafe(24)}"
@@ -128,7 +137,7 @@ def redeem(
     fresh = secrets.token_urlsafe(24)
     values: dict[str, object] = {"token_sha256": token_sha256(fresh), "expires_at": expires_at}
     if name is not None and name != rater.name:
-        values["name"] = check_name(name.strip(), "the rater's name")
+        values["name"] = _new_name(name)
         known = _same_name(connection, name)
         if known is not None and known.id != rater.id:
             raise _taken(name, known.name)
@@ -137,16 +146,18 @@ def redeem(
 
 
 def raters_named(connection: Connection, names: Sequence[str], now: float) -> dict[str, int]:
-    """Id of the rater of each name, in whatever spelling; created without access if missing: for imported votes."""
+    """Id of the rater of each name, in whatever spelling; created without access if missing: for imported votes, among
+    which may be those of users of keys. Raises DataError for a name that nobody may have.
+    """
     table = tables.raters
     known = {name_key(row.name): int(row.id) for row in connection.execute(select(table.c.id, table.c.name))}
     found: dict[str, int] = {}
-    for name in dict.fromkeys(names):
-        key = name_key(name)
+    for given in dict.fromkeys(names):
+        key, name = name_key(given), _new_name(given, _OF_DELETED)
         if key not in known:
-            values = {"name": check_name(name.strip(), "the rater's name"), "role": "rater", "created_at": now}
+            values = {"name": name, "role": "rater", "created_at": now}
             known[key] = new_id(connection.execute(insert(table).values(**values)))
-        found[name] = known[key]
+        found[given] = known[key]
     return found
 
 
@@ -160,14 +171,56 @@ def rater_of_user(connection: Connection, key_id: int, user: str, now: float) ->
     return new_id(connection.execute(insert(tables.raters).values(**values)))
 
 
+def _new_name(name: str, reserved: re.Pattern[str] = _RESERVED) -> str:
+    """`name` without white space around it. Raises DataError for one that no rater may have: users of
+    keys, and those whose data was deleted, are found by theirs.
+    """
+    name = check_name(name.strip(), "the rater's name")
+    if reserved.fullmatch(name_key(name)):
+        raise DataError(
+            f"the name {name!r} is of the form that users of keys ('user 12ab...') and those whose data was deleted "
+            f"('{DELETED} 12') get; choose another"
+        )
+    return name
+
+
 def user_name(key_id: int, user: str) -> str:
     """The name of the rater for a user of a key, which does not tell who it is."""
     return f"user {token_sha256(f'{key_id}:{user}')[:24]}"
 
 
+def make_nameless(connection: Connection, rater_id: int, now: float) -> None:
+    """End the access of a rater whose data is deleted, and give them a name that does not tell who they were."""
+    name, table = f"{DELETED} {rater_id}", tables.raters
+    while connection.execute(select(table.c.id).where(table.c.name == name, table.c.id != rater_id)).first():
+        name += "'"
+    values = {"name": name, "token_sha256": None, "disabled_at": now}
+    connection.execute(update(table).where(table.c.id == rater_id).values(**values))
+
+
+def is_deleted(connection: Connection, rater_id: int) -> bool:
+    """True if the data of this rater was deleted: nothing of theirs is stored any more."""
+    query = select(tables.raters.c.name, tables.raters.c.disabled_at).where(tables.raters.c.id == rater_id)
+    found = connection.execute(query).first()
+    return found is not None and found.disabled_at is not None and found.name.rstrip("'") == f"{DELETED} {rater_id}"
+
+
+def check_not_deleted(connection: Connection, rater_id: int) -> None:
+    """Raise DataDeletedError if the data of this rater was deleted, which a process that knew them may learn later."""
+    if is_deleted(connection, rater_id):
+        raise DataDeletedError("the data of this rater or key was deleted, and the access ended; nothing is stored")
+
+
 def all_raters(connection: Connection) -> list[Rater]:
     """All raters, oldest first."""
     return [_rater(row) for row in connection.execute(select(tables.raters).order_by(tables.raters.c.id))]
+
+
+def rater_named(raters: Iterable[T], name: str) -> T | None:
+    """The one of `raters`, or of their rows, with this name in whatever spelling: the exact one first."""
+    key = name_key(name)
+    same = [one for one in raters if name_key(one.name) == key]
+    return next((one for one in same if one.name == name), next(iter(same), None))
 
 
 def disable_rater(connection: Connection, rater_id: int, now: float, by: int | None = None) -> None:
@@ -219,10 +272,7 @@ def _check_settings(settings: CampaignSettings) -> None:
 
 def _same_name(connection: Connection, name: str) -> Any | None:
     """The row of the rater with this name in whatever spelling: the exact one first."""
-    key = name_key(name)
-    rows = connection.execute(select(tables.raters).order_by(tables.raters.c.id)).all()
-    same = [row for row in rows if name_key(row.name) == key]
-    return next((row for row in same if row.name == name), next(iter(same), None))
+    return rater_named(connection.execute(select(tables.raters).order_by(tables.raters.c.id)), name)
 
 
 def _taken(name: str, known: str) -> NameTakenError:

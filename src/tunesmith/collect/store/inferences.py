@@ -17,7 +17,7 @@ from sqlalchemy import Connection, exists, func, insert, select, update
 from tunesmith.base.core.errors import UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.answers import answering_pair
-from tunesmith.collect.store.campaigns import rater_of_user, raters_named
+from tunesmith.collect.store.campaigns import check_not_deleted, rater_of_user, raters_named
 from tunesmith.collect.store.content import MAX_NAME, check_text, check_values, encode_json
 from tunesmith.collect.store.items import chunks
 from tunesmith.collect.store.queue import SIDES_UNKNOWN
@@ -61,7 +61,8 @@ _MAX_TAGS = 32
 
 
 def record(connection: Connection, answered: Inference) -> None:
-    """Store a request and its answers."""
+    """Store a request and its answers. Raises DataDeletedError, as all that stores something for a key or rater."""
+    check_not_deleted(connection, answered.rater_id)
     values = {
         "name": answered.name,
         "rater_id": answered.rater_id,
@@ -94,6 +95,7 @@ def record(connection: Connection, answered: Inference) -> None:
 
 def charge(connection: Connection, rater_id: int, num_tokens: int, now: float) -> None:
     """Add to the tokens that a key has used on the day (UTC) of `now`."""
+    check_not_deleted(connection, rater_id)
     table, day = key_usage, int(now // DAY_S)
     of_it = table.c.rater_id == rater_id, table.c.day == day
     values = {"num_tokens": table.c.num_tokens + num_tokens}
@@ -191,6 +193,7 @@ def give(
         VoteError: the value does not fit the metric.
         VoteConflictError, DataError: of the vote that it makes, see `answers.answering_pair`.
     """
+    check_not_deleted(connection, speaker.key_id)
     said = _checked(said)
     about = _About.of(connection, said, speaker)
     rater_id = rater_of_user(connection, speaker.key_id, about.user, now) if about.user else speaker.key_id

@@ -15,8 +15,17 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, exists, func, o
 
 from tunesmith.base.core.errors import StoreError
 from tunesmith.collect.store import audit
-from tunesmith.collect.store.campaigns import add_command, all_campaigns, all_raters, rater_of_user, user_name
-from tunesmith.collect.store.content import check_text, encode_json, name_key, token_sha256
+from tunesmith.collect.store.campaigns import (
+    DELETED,
+    add_command,
+    all_campaigns,
+    all_raters,
+    make_nameless,
+    rater_named,
+    rater_of_user,
+    user_name,
+)
+from tunesmith.collect.store.content import check_text, encode_json, token_sha256
 from tunesmith.collect.store.inferences import DAY_S, IMPORTED, load_all
 from tunesmith.collect.store.items import chunks, texts_of_items
 from tunesmith.collect.store.queue import refresh_open_items
@@ -42,9 +51,6 @@ Row = dict[str, Any]
 
 _AT_ONCE = 200
 """Stored answers that one transaction removes, while others wait to write."""
-
-_DELETED = "deleted"
-"""Name of those whose data was deleted, before their id."""
 
 
 def remove_old(connection: Connection, before: float) -> Counter[str]:
@@ -90,19 +96,18 @@ def person_named(connection: Connection, name: str, key: str = "") -> Person:
     check_text(f"{name} {key}", "the name")
     known = all_raters(connection)
     if key:
-        found = next((one for one in known if one.scopes is not None and one.name == key), None)
+        found = rater_named((one for one in known if one.scopes is not None), key)
         if found is None:
             raise StoreError(f"there is no key {key!r}; there are {_listed(one.name for one in known if one.scopes)}")
         person = _user_of(connection, found.id, name)
         if person is None:
             raise StoreError(f"the key {key!r} has no user {name!r}; write it as the application does")
         return person
-    same = [one for one in known if name_key(one.name) == name_key(name)]
-    if not same:
+    rater = rater_named(known, name)
+    if rater is None:
         keys = [one.name for one in known if one.scopes is not None and _user_of(connection, one.id, name)]
         hint = f"; of the {_listed(keys)} there is a user of this name: add --key" if keys else ""
         raise StoreError(f"there is no rater and no key {name!r}{hint}")
-    rater = next((one for one in same if one.name == name), same[0])
     # The rater of a user, by the name that pages show.
     query = select(feedback.c.key_id, feedback.c.user).where(feedback.c.rater_id == rater.id, feedback.c.user != "")
     user = connection.execute(query.limit(1)).first()
@@ -177,7 +182,7 @@ def remove_person(connection: Connection, person: Person, by: int | None, num_an
         connection, connection.execute(select(inferences.c.id).where(_asked_by(person))).scalars().all()
     )
     num["usage"] = _delete(connection, key_usage, key_usage.c.rater_id == rater_id)
-    _make_nameless(connection, rater_id, now)
+    make_nameless(connection, rater_id, now)
     add_command(connection, "forget", encode_json(asdict(deleted)), rater_id, now)
     detail: Row = {"id": rater_id, **+num}
     audit.add(connection, "data deleted", by, detail, now)
@@ -229,17 +234,8 @@ def _empty(connection: Connection, item_ids: Sequence[int], now: float) -> None:
         for prompt_id in (
             connection.execute(select(prompts.c.id).where(prompts.c.id.in_(used), ~is_used)).scalars().all()
         ):
-            values = {"content_json": "", "sha256": token_sha256(f"{_DELETED} {prompt_id}")}
+            values = {"content_json": "", "sha256": token_sha256(f"{DELETED} {prompt_id}")}
             connection.execute(update(prompts).where(prompts.c.id == prompt_id).values(**values))
-
-
-def _make_nameless(connection: Connection, rater_id: int, now: float) -> None:
-    """End a rater's access, and give them a name that does not tell who they were."""
-    name = f"{_DELETED} {rater_id}"
-    while connection.execute(select(raters.c.id).where(raters.c.name == name, raters.c.id != rater_id)).first():
-        name += "'"
-    values = {"name": name, "token_sha256": None, "disabled_at": now}
-    connection.execute(update(raters).where(raters.c.id == rater_id).values(**values))
 
 
 def facts_of(connection: Connection, person: Person, now: float) -> list[Row]:

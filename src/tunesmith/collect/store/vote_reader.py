@@ -132,6 +132,10 @@ class VoteReader(ReadOnlyDatabase):
         moment = or_now(now)
         return self.read(lambda c: campaigns.rater_of_token(c, token, moment), None)
 
+    def is_deleted(self, rater_id: int) -> bool:
+        """True if the data of this rater was deleted: nothing of theirs is stored any more."""
+        return self.read(lambda c: campaigns.is_deleted(c, rater_id), False)
+
     def inference(self, name: str) -> Inference | None:
         """The request of the API whose client got this id, with its answers; None if there is none."""
         return self.inferences([name]).get(name)

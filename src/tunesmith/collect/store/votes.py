@@ -238,9 +238,13 @@ class VoteStore(Closeable):
         Each is stored before it is returned. Fewer are returned where overlap, quota or items are used up.
         """
         moment = or_now(now)
-        return self._writer.do(
-            lambda c: next_presentations(c, self._rng, rater_id, campaigns.campaign(c, campaign_id), count, moment)
-        )
+
+        def take(connection: Connection) -> list[Presentation]:
+            campaigns.check_not_deleted(connection, rater_id)
+            campaign = campaigns.campaign(connection, campaign_id)
+            return next_presentations(connection, self._rng, rater_id, campaign, count, moment)
+
+        return self._writer.do(take)
 
     def vote(
         self,

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 from tunesmith.base.core.errors import (
+    DataDeletedError,
     InputError,
     NameTakenError,
     RunError,
@@ -60,6 +61,7 @@ _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),
     (VoteConflictError, 409),
     (NameTakenError, 409),
+    (DataDeletedError, 401),
     (RunError, 409),
     # The database is busy, full or damaged: the client keeps the request and retries.
     (StoreError, 503),

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,6 +46,7 @@ KEPT_DAYS = 30.0
 """Days after which the file of a conversation is removed, at the start of a server."""
 
 NO_MODEL = "there is no model to talk with yet: start `tunesmith live`, or train a run"
+GONE = "this conversation was removed with all data of its rater"
 _SAMPLING = {"max_new_tokens": 128, "temperature": 0.7}
 """Of runs; a live loop draws as its recipe says, because it learns from the votes."""
 
@@ -145,16 +147,24 @@ class Progress:
 
 class Arena:
     """The conversations in `folder`, whose answers `drawer` has drawn. `contestants()` are the models there are, of
-    which the first always takes part if `keeps_first`. Safe to call from any number of threads.
+    which the first always takes part if `keeps_first`. `is_deleted` of a rater: nothing of theirs is stored any more,
+    also where another process deleted their data. Safe to call from any number of threads.
     """
 
     def __init__(
-        self, folder: Path, drawer: Drawer, contestants: Callable[[], Sequence[Contestant]], *, keeps_first: bool
+        self,
+        folder: Path,
+        drawer: Drawer,
+        contestants: Callable[[], Sequence[Contestant]],
+        *,
+        keeps_first: bool,
+        is_deleted: Callable[[int], bool],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.contestants = contestants
         self._folder = folder
         self._keeps_first = keeps_first
+        self._is_deleted = is_deleted
         self._drawer = drawer
         self._open: OrderedDict[str, Conversation] = OrderedDict()
         self._lock = threading.RLock()
@@ -267,7 +277,10 @@ class Arena:
             if len(answers) < 2:
                 return Progress(texts)
             turn.answers, turn.kept = answers, self._random.randrange(2)
-            self._save(conversation)
+            try:
+                self._save(conversation)
+            except RunError as error:
+                return Progress(("", ""), str(error), is_over=True)
             return Progress((answers[0]["text"], answers[1]["text"]), is_over=True)
 
     def vote(
@@ -321,6 +334,9 @@ class Arena:
         return sides
 
     def _draw(self, conversation: Conversation) -> list[Drawing]:
+        """Raises RunError if the rater's data was deleted."""
+        if self._is_deleted(conversation.rater_id):
+            raise RunError(GONE)
         messages = conversation.messages()
         conversation.drawings = [
             self._drawer.draw(side.model, messages, side.sampling, as_text=side.as_text)
@@ -344,7 +360,9 @@ class Arena:
             return None
 
     def _save(self, conversation: Conversation) -> None:
-        """Have the conversation on disk, all of it or nothing. Raises StoreError if it cannot be written."""
+        """Have the conversation on disk, all of it or nothing. Raises StoreError if it cannot be written, and RunError
+        if the rater's data was deleted.
+        """
         aside = self._folder / f".{conversation.id}"
         try:
             with aside.open("w", encoding="utf-8") as file:
@@ -356,6 +374,12 @@ class Arena:
             # What is in memory is ahead of the file: read it again.
             self._open.pop(conversation.id, None)
             raise StoreError(f"{self._folder} cannot be written ({error.strerror}); free some space") from error
+        # Asked when the file is there: a deletion that comes later finds it.
+        if self._is_deleted(conversation.rater_id):
+            self._stop(conversation)
+            self._open.pop(conversation.id, None)
+            self._file(conversation.id).unlink(missing_ok=True)
+            raise RunError(GONE)
         self._keep(conversation)
 
     def _keep(self, conversation: Conversation) -> None:
@@ -367,10 +391,13 @@ class Arena:
 
 def talks_of(folder: Path, rater_id: int) -> Iterator[tuple[Path, Conversation]]:
     """The conversations of a rater in an arena's folder, with their files, in the order of their times."""
-    for file in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime):
-        found = Conversation.of(file.read_text(encoding="utf-8"))
-        if found.rater_id == rater_id:
-            yield file, found
+    found: list[tuple[float, Path, Conversation]] = []
+    for file in folder.glob("*.json"):
+        with suppress(FileNotFoundError):  # a server removes it meanwhile
+            talk = Conversation.of(file.read_text(encoding="utf-8"))
+            if talk.rater_id == rater_id:
+                found.append((file.stat().st_mtime, file, talk))
+    yield from ((file, talk) for _, file, talk in sorted(found, key=lambda one: one[:2]))
 
 
 def talk_rows(folder: Path, rater_id: int) -> Iterator[Json]:

@@ -108,7 +108,7 @@ def serve(
         if jobs is not None:
             stack.enter_context(jobs)
         drawer = stack.enter_context(Drawer(settings.folder / "model_worker.log", stays=bool(settings.openai)))
-        arena = _arena(settings, drawer, runs, studio)
+        arena = _arena(settings, drawer, runs, studio, votes.reader.is_deleted)
         endpoint = _endpoint(settings, drawer, runs)
         names = _machine_names() if _is_any(settings.host) else ()
         app = create_app(replace(settings, hosts=(*settings.hosts, *names)), votes, runs, studio, jobs, arena, endpoint)
@@ -134,13 +134,20 @@ def _jobs(settings: ServerSettings) -> Jobs | None:
     return Jobs(settings.folder / "jobs", allowed, settings.max_runs)
 
 
-def _arena(settings: ServerSettings, drawer: Drawer, runs: RunReader, studio: Studio | None) -> Arena | None:
+def _arena(
+    settings: ServerSettings,
+    drawer: Drawer,
+    runs: RunReader,
+    studio: Studio | None,
+    is_deleted: Callable[[int], bool],
+) -> Arena | None:
     if not settings.has_arena:
         return None
     folder = settings.folder / FOLDER
     if studio is None:
-        return Arena(folder, drawer, lambda: of_live_loop(settings.folder, runs), keeps_first=True)
-    return Arena(folder, drawer, lambda: of_runs(studio.index), keeps_first=False)
+        contestants = partial(of_live_loop, settings.folder, runs)
+        return Arena(folder, drawer, contestants, keeps_first=True, is_deleted=is_deleted)
+    return Arena(folder, drawer, lambda: of_runs(studio.index), keeps_first=False, is_deleted=is_deleted)
 
 
 def _endpoint(settings: ServerSettings, drawer: Drawer, runs: RunReader) -> Endpoint | None:

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.concurrency import run_in_threadpool
 
+from tunesmith.collect.store.campaigns import rater_named
 from tunesmith.collect.store.content import check_values
 from tunesmith.collect.store.inferences import DAY_S
 from tunesmith.collect.store.records import KeySettings, KeyUser, Rater, Scope
@@ -140,10 +141,10 @@ def router() -> APIRouter:
 
 
 def _key_named(services: Services, name: str) -> Rater:
-    found = [one for one in services.votes.reader.raters() if one.scopes is not None and one.name == name]
-    if not found:
+    found = rater_named((one for one in services.votes.reader.raters() if one.scopes is not None), name)
+    if found is None:
         raise RefusedError(404, f"there is no key {name!r}")
-    return found[0]
+    return found
 
 
 def _shown(key: Rater, num_tokens: int) -> dict[str, Any]:

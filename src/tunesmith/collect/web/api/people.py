@@ -46,9 +46,11 @@ def router() -> APIRouter:
         person = _found(services, user, key)
         if person.rater_id == caller.id:
             raise RefusedError(409, "this is your own key; use another one")
+        arena = services.arena
+        talks = 0 if arena is None else arena.forget(person.rater_id)
         done = services.votes.delete_person(person, by=caller.id)
         services.logins.forget()
-        talks = 0 if services.arena is None else services.arena.forget(done["id"])
+        talks += 0 if arena is None else arena.forget(done["id"])
         return {"deleted": done | {"conversations": talks}}
 
     @routes.get(AUDIT)
