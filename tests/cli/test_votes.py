@@ -1,5 +1,6 @@
 """`tunesmith votes import | export | stats`."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -124,18 +125,20 @@ def test_versions_and_models_that_votes_compare_are_ranked(tmp_path: Path, capsy
     assert "against v0     v1: " in run(capsys, "votes", "stats", "--dir", tmp_path)[1]
 
 
-def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path):
+def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with VoteStore.open(tmp_path / "votes.db") as store:
         campaign = store.set_campaign(CampaignSettings())
         key = store.add_rater("app", key=KeySettings(("generate", "feedback"))).rater.id
         choices = tuple(Choice(text, (1,), (-1.0,), (-1.0,), "stop", 2, "v2") for text in ("Red.", "Blue."))
         facts = {"rater_id": key, "model": "live", "prompt_ids": (1,), "options": {}}
-        store.record(Inference(name="chatcmpl-1", prompt="A colour?", choices=choices, **facts))
+        store.record(Inference(name="chatcmpl-1", prompt="A colour?", choices=choices, episode="chat 7", **facts))
         of_second = (("thumbs", False, 1), ("stars", 4.5, 1), ("comment", "dull", 1))
         said = (("thumbs", True, 0), *of_second, ("thumbs", None, 0))  # the first is withdrawn
         for metric, value, choice in said:
             given = Feedback(metric=metric, value=value, inference="chatcmpl-1", choice=choice)
             store.give_feedback(campaign.id, given, Speaker(key))
+        for metric, value in (("solved", False), ("pages", 3), ("solved", True), ("pages", None)):
+            store.give_feedback(campaign.id, Feedback(metric=metric, value=value, episode="chat 7"), Speaker(key))
     dest = tmp_path / "said.jsonl"
     assert main(["votes", "export", str(dest), "--dir", str(tmp_path), "--kind", "feedback"]) == 0
     rows = [json.loads(line) for line in dest.read_text().splitlines()]
@@ -143,12 +146,26 @@ def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path):
         ("Blue.", "thumbs", False),
         ("Blue.", "stars", 4.5),
         ("Blue.", "comment", "dull"),
+        (None, "solved", True),  # of the conversation, so it labels no answer
     ]
-    assert rows[0]["label"] is False and "label" not in rows[1]
-    assert {row["prompt"] for row in rows} == {"A colour?"} and rows[0]["source"] == "v2"
+    assert [row["label"] for row in rows] == [False, None, None, None]
+    assert {row["prompt"] for row in rows[:3]} == {"A colour?"} and rows[0]["source"] == "v2"
+    assert {row["episode_id"] for row in rows} == {"chat 7"}
+    assert rows[3]["prompt"] is rows[3]["inference_id"] is rows[3]["choice"] is None
     labels = tmp_path / "labels.jsonl"
     assert main(["votes", "export", str(labels), "--dir", str(tmp_path), "--kind", "feedback", "--decided"]) == 0
     assert [json.loads(line) for line in labels.read_text().splitlines()] == rows[:1]
+    table = tmp_path / "said.csv"
+    assert main(["votes", "export", str(table), "--dir", str(tmp_path), "--kind", "feedback"]) == 0
+    cells = [[row[name] for name in ("label", "metric", "value")] for row in csv.DictReader(table.open())]
+    assert cells == [
+        ["false", "thumbs", "false"],
+        ["", "stars", "4.5"],
+        ["", "comment", "dull"],
+        ["", "solved", "true"],
+    ]
+    code, _, err = run(capsys, "votes", "export", tmp_path / "said.parquet", "--dir", tmp_path, "--kind", "feedback")
+    assert code == 2 and "`value` is a thumb, a number or a text, which parquet cannot hold together" in err
 
 
 def test_a_database_is_named_by_a_url_and_in_a_recipe_without_its_password(

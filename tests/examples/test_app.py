@@ -167,7 +167,7 @@ def test_of_two_unnamed_answers_the_person_picks_one(page: Any, server: Server):
     assert page.locator("#send").is_disabled()  # the next question needs an answer to go on from
     assert faults_of(page) == []
     press(page, "B is better")
-    page.get_by_text("You chose this one.").wait_for()
+    page.get_by_text("· You chose this one.").wait_for()
     assert page.locator(".text").inner_text() == texts[1]
     ask(page, "same")  # two equal answers, of which none is better
     page.locator(".text", has_text="the same").wait_for()
@@ -209,6 +209,35 @@ def test_what_goes_wrong_is_said_and_can_be_mended(page: Any, server: Server, tm
     page.locator("#question").fill("")
     ask(page, "Hello")
     page.locator("#fault", has_text="--allow-origin").wait_for()
+
+
+def test_a_new_link_in_an_open_page_connects_and_closes_the_dialog(page: Any, server: Server, origin: str):
+    page.expected = ("status of 401",)
+    ask(page, "The film was")
+    page.get_by_role("button", name="Good answer").and_(page.locator(":enabled")).wait_for()
+    page.evaluate("sessionStorage.setItem('token', 'ut-old.x')")
+    press(page, "Bad answer")  # a thumb finds it out first
+    page.locator("#connection[open] .fault", has_text="Your link has expired").wait_for()
+    assert page.locator(".turn .fault", has_text="ask for a new one").count() == 1 and faults_of(page) == []
+    new = link(server, origin)
+    page.evaluate("hash => { location.hash = hash; }", new.partition("#")[2])
+    page.locator("#connection:not([open])").wait_for(state="attached")
+    page.locator("#model", has_text="live").wait_for()
+    press(page, "Bad answer")
+    page.locator("[aria-label='Bad answer'][aria-pressed=true]").wait_for()
+    page.locator(".turn .fault").wait_for(state="hidden")
+    assert "token" not in page.url and said(server) == [("thumbs", False)]
+
+
+def test_the_header_stays_and_an_empty_page_does_not_scroll(page: Any):
+    page.set_viewport_size({"width": 1280, "height": 800})
+    assert page.evaluate("document.documentElement.scrollHeight") == 800
+    page.set_viewport_size({"width": 1280, "height": 300})
+    for text in ("The film was", "The cast was"):
+        ask(page, text)
+        page.get_by_role("button", name="Good answer").last.and_(page.locator(":enabled")).wait_for()
+    assert page.evaluate("scrollY") > 0
+    assert page.locator("header").evaluate("element => element.getBoundingClientRect().top") == 0
 
 
 def test_it_is_usable_on_a_phone_and_by_assistive_technology_in_both_colours(page: Any):

@@ -235,7 +235,7 @@ def test_a_deleted_user_of_a_key_leaves_nothing_and_others_keep_what_is_theirs(s
     assert {vote.rater for vote in store.reader.votes_after(0)} >= {"Ann Doe", "Bob Roe"}
     stats = store.reader.stats()
     assert (stats.num_votes, stats.num_demonstrations) == (6, 2) and stats.alpha.value is not None
-    assert len(list(store.reader.export_feedback())) == 2  # a thumb, and a demonstration
+    assert len(list(store.reader.export_feedback())) == 3  # a thumb, a demonstration, and a word on the conversation
     of_requests, command = store.reader.commands_after(0)
     assert of_requests.kind == "forget" and '"request_id":' in of_requests.argument
     assert command.kind == "forget" and command.rater_id == done["id"]

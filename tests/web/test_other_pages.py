@@ -4,6 +4,10 @@ import pytest
 
 from page_parts import faults_of, press, wait_until_sent
 from server_parts import Client, pairs
+from tunesmith.collect.store.inferences import Speaker
+from tunesmith.collect.store.records import Choice, Feedback, Inference, KeySettings
+from tunesmith.collect.store.votes import VoteStore
+from tunesmith.collect.web.access import API
 
 pytestmark = pytest.mark.browser
 
@@ -64,6 +68,39 @@ def test_an_invited_rater_joins_and_votes(serve, visit):
     admin.get_by_role("cell", name="Grace H.", exact=True).nth(2).wait_for()
     assert admin.locator("#log tr").count() >= 23 and not admin.get_by_role("button", name="Earlier").is_visible()
     assert Client(server.url, token).get("/session").status == 401
+
+
+def test_keys_are_marked_and_their_users_are_one_row_without_a_button(serve, visit, tmp_path):
+    (tmp_path / "live").mkdir()
+    with VoteStore.open(tmp_path / "live" / "votes.db") as store:
+        app = store.add_rater("app", key=KeySettings(("generate", "feedback")))
+        store.add_rater("owner", key=KeySettings(("admin",)))
+        for number in range(3):
+            name, choice = f"chatcmpl-{number}", Choice("Red.", (5,), (-0.5,), (-0.5,), "stop")
+            asked = {"model": "m", "prompt": "A colour", "prompt_ids": (1,), "choices": (choice,), "options": {}}
+            store.record(Inference(name=name, rater_id=app.rater.id, user=f"user {number}", **asked))
+            store.give_feedback(1, Feedback(metric="thumbs", value=True, inference=name), Speaker(app.rater.id))
+    server = serve(pairs(1), flags=("--openai", "tiny:llama"))
+    page = visit.page(visit.context(server), server, f"{server.url}/raters")
+    page.get_by_role("cell", name="3 users of the key app", exact=True).wait_for()
+    rows = [row.locator("td").all_inner_texts() for row in page.locator("#rows tr").all()]
+    assert [(row[0], row[1], row[5]) for row in rows] == [
+        ("app", "key", "End access"),
+        ("3 users of the key app", "", "that of the key"),
+        ("owner", "admin's key", "End access"),
+        ("admin", "admin", "End access"),
+    ]
+    assert faults_of(page) == []
+    admin, key = Client(server.url, page.context.cookies()[0]["value"]), Client(server.url, app.token)
+    listed = admin.get("/raters").json
+    user = next(one for one in listed if one["user_of"] == app.rater.id)
+    refused = admin.send("DELETE", f"{API}/raters/{user['id']}")
+    assert refused.status == 409 and "end that of the key" in refused.json["detail"]
+    assert key.send("GET", "/v1/feedback").status == 200
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="End the access of app").click()
+    page.get_by_role("cell", name="ended", exact=True).nth(1).wait_for()
+    assert key.send("GET", "/v1/feedback").status == 401
 
 
 def open_without_script(visit, page, address: str, script: str) -> None:

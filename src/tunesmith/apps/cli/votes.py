@@ -70,9 +70,13 @@ class ExportVotesOptions:
         flag("Format; without it, the name says it."),
     ] = None
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
+<<<<<<< HEAD
     decided: Annotated[
         bool, flag("Leave out ties, and feedback that is no thumb: for libraries that know neither.")
     ] = False
+=======
+    decided: Annotated[bool, flag("Leave out ties, and feedback that is no thumb: some trainers know none.")] = False
+>>>>>>> s11f2
     both_bad: Annotated[bool, flag("Keep votes that call both answers bad, with that `verdict`, as ties.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
@@ -177,7 +181,8 @@ def export(words: Sequence[str]) -> None:
             num = write_rows(options.dest, itertools.starmap(openai_chat, rows), "jsonl")
         elif options.kind == "feedback":
             rows = map(feedback_columns, reader.export_feedback())
-            num = write_rows(options.dest, (row for row in rows if "label" in row or not options.decided), form)
+            kept = (row for row in rows if row["label"] is not None or not options.decided)
+            num = write_rows(options.dest, kept, form)
         elif options.kind == "demonstrations":
             num = write_rows(options.dest, map(demonstration_columns, reader.export_demonstrations(campaign_id)), form)
         else:

@@ -126,18 +126,21 @@ def demonstration_columns(demonstration: StoredDemonstration) -> dict[str, objec
 
 
 def feedback_columns(said: RatedAnswer) -> dict[str, object]:
-    """Feedback on an answer as columns; a thumb is also the `label` of TRL's unpaired preferences."""
-    label = {"label": said.value} if isinstance(said.value, bool) else {}
+    """Feedback as columns; a thumb on an answer is also the `label` of TRL's unpaired preferences."""
+    answered: dict[str, object] = {"prompt": None, "completion": None, "label": None}
+    if said.prompt is not None and said.answer is not None:
+        completion = plain_content(as_answer(said.prompt, said.answer))
+        label = said.value if isinstance(said.value, bool) else None
+        answered = {"prompt": plain_content(said.prompt), "completion": completion, "label": label}
     return {
-        "prompt": plain_content(said.prompt),
-        "completion": plain_content(as_answer(said.prompt, said.answer)),
-        **label,
+        **answered,
         "metric": said.metric,
         "value": said.value,
         "rater": said.rater,
         "source": said.source_id,
         "inference_id": said.inference,
         "choice": said.choice,
+        "episode_id": said.episode,
         "created_at": said.created_at,
     }
 
@@ -207,8 +210,11 @@ def _write_lines(path: Path, lines: Iterable[str]) -> int:
 def _write_table(path: Path, rows: Sequence[Mapping[str, object]], form: VoteFormat) -> int:
     if not rows:
         return 0
-    if len({isinstance(row.get("prompt"), str) for row in rows}) > 1:
+    if len({isinstance(row["prompt"], str) for row in rows if row.get("prompt") is not None}) > 1:
         raise DataError(f"some prompts are text and others conversations, which {form} cannot hold; export JSONL")
+    values = [row["value"] for row in rows if "value" in row]
+    if len({(isinstance(one, bool), isinstance(one, str)) for one in values}) > 1:
+        raise DataError(f"`value` is a thumb, a number or a text, which {form} cannot hold together; export JSONL")
     if form == "parquet":
         table = library("pyarrow", "this is Parquet").Table.from_pylist([dict(row) for row in rows])
         library("pyarrow.parquet", "this is Parquet").write_table(table, path)

@@ -353,18 +353,22 @@ def after(connection: Connection, cursor: int, limit: int) -> list[StoredFeedbac
 
 
 def effective(connection: Connection, cursor: int, limit: int) -> list[RatedAnswer]:
-    """At most `limit` feedback with an id above `cursor` on answers of which there is no later word, with the answers;
-    what was withdrawn is none, and a preference is a vote.
+    """At most `limit` feedback with an id above `cursor` of which there is no later word, with the answers; what was
+    withdrawn is none, and a preference is a vote.
     """
     later, choices, table = feedback.alias(), inference_choices, feedback
-    same = (getattr(later.c, name) == table.c[name] for name in ("inference_id", "choice", "rater_id", "metric"))
-    is_last = ~exists().where(*same, later.c.revision > table.c.revision)
+    same = [getattr(later.c, name) == table.c[name] for name in ("episode", "choice", "rater_id", "metric")]
+    same.append(later.c.revision > table.c.revision)
+    of_answer = later.c.inference_id == table.c.inference_id
+    of_conversation = later.c.inference_id.is_(None) & table.c.inference_id.is_(None)
+    is_last = ~exists().where(of_answer, *same) & ~exists().where(of_conversation, *same)
     wanted = table.c.metric != "preference", table.c.id > cursor, is_last, table.c.value_json.is_not(None)
     is_choice = (choices.c.inference_id == table.c.inference_id) & (choices.c.position == table.c.choice)
-    joined = table.join(inferences, inferences.c.id == table.c.inference_id).join(choices, is_choice)
+    joined = table.outerjoin(inferences, inferences.c.id == table.c.inference_id).outerjoin(choices, is_choice)
     joined = joined.join(raters, raters.c.id == table.c.rater_id)
     answered = inferences.c.name.label("answered"), inferences.c.prompt_json, choices.c.text, choices.c.source_id
-    columns = (table, *answered, raters.c.name.label("rater"))
+    conversation = func.coalesce(inferences.c.episode, table.c.episode).label("conversation")
+    columns = (table, *answered, conversation, raters.c.name.label("rater"))
     query = select(*columns).select_from(joined).where(*wanted).order_by(table.c.id).limit(limit)
     return [
         RatedAnswer(
@@ -376,7 +380,8 @@ def effective(connection: Connection, cursor: int, limit: int) -> list[RatedAnsw
             rater=row.rater,
             source_id=row.source_id,
             inference=row.answered,
-            choice=row.choice,
+            choice=None if row.answered is None else row.choice,
+            episode=row.conversation,
             created_at=row.created_at,
         )
         for row in connection.execute(query)

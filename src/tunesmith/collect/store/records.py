@@ -358,17 +358,20 @@ class StoredFeedback(Feedback):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatedAnswer:
-    """A rater's last word on an answer, as `Feedback` has it; `source_id` names the model or version."""
+    """A rater's last word on an answer, as `Feedback` has it; `source_id` names the model or version. On a whole
+    conversation, what an answer has is None.
+    """
 
     id: int
-    prompt: Text
-    answer: str
+    prompt: Text | None
+    answer: str | None
     metric: str
     value: bool | float | str
     rater: str
-    source_id: str
-    inference: str
-    choice: int
+    source_id: str | None
+    inference: str | None
+    choice: int | None
+    episode: str
     created_at: float
 
 

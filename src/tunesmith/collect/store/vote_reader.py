@@ -240,13 +240,14 @@ class VoteReader(ReadOnlyDatabase):
         return _pages(lambda cursor: self.demonstrations_after(cursor, _PAGE, campaign_id))
 
     def export_feedback(self) -> Iterator[RatedAnswer]:
-        """Effective feedback on answers in the order of its ids; it belongs to no campaign."""
+        """Effective feedback on answers and conversations in the order of its ids; it belongs to no campaign."""
         return _pages(lambda cursor: self.read(lambda c: inferences.effective(c, cursor, _PAGE), []))
 
     def corrections(self) -> Iterator[tuple[Text, str]]:
         """The prompts and texts of demonstrations that feedback brought."""
-        given = (one for one in self.export_feedback() if one.metric == "demonstration")
-        return ((one.prompt, str(one.value)) for one in given)
+        for one in self.export_feedback():
+            if one.metric == "demonstration" and one.prompt is not None:
+                yield one.prompt, str(one.value)
 
 
 def _pages(read: Callable[[int], Sequence[Record]]) -> Iterator[Record]:

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunesmith.base.schema.records import Text
-from tunesmith.collect.store.records import Answered, ItemKind, Presentation, Progress, Role, Verdict
+from tunesmith.collect.store.records import Answered, ItemKind, Presentation, Progress, Role, Scope, Verdict
 from tunesmith.collect.web.markdown import safe_html
 
 MAX_PREFETCH = 20
@@ -161,7 +161,9 @@ class RaterRequest(Request):
 
 
 class RaterReply(Reply):
-    """A rater, for admins."""
+    """A rater, for admins. `scopes` is None but for keys; `user_of` is the id of the key that a user belongs to, whose
+    access is that of the key.
+    """
 
     id: int
     name: str
@@ -169,6 +171,8 @@ class RaterReply(Reply):
     created_at: float
     expires_at: float | None
     is_disabled: bool
+    scopes: tuple[Scope, ...] | None = None
+    user_of: int | None = None
 
 
 class InviteReply(Reply):

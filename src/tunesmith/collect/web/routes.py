@@ -219,7 +219,7 @@ def administration() -> APIRouter:
     @routes.get("/raters")
     def raters(services: ServicesOf) -> list[RaterReply]:
         """All raters, oldest first."""
-        return [RaterReply.model_validate(rater) for rater in services.votes.reader.raters()]
+        return _replies(services)
 
     @routes.post("/raters", status_code=201)
     def invite(body: RaterRequest, request: Request, caller: Caller, services: ServicesOf) -> InviteReply:
@@ -237,8 +237,11 @@ def administration() -> APIRouter:
         """End a rater's access; their votes stay."""
         if rater_id == caller.id:
             raise HTTPException(409, "this is your own access; ask another admin to end it")
-        if all(rater.id != rater_id for rater in services.votes.reader.raters()):
+        found = next((rater for rater in _replies(services) if rater.id == rater_id), None)
+        if found is None:
             raise HTTPException(404, f"there is no rater {rater_id}")
+        if found.user_of is not None:
+            raise HTTPException(409, "users of a key have no access of their own; end that of the key")
         services.votes.disable_rater(rater_id, by=caller.id)
         services.logins.forget()
 
@@ -261,6 +264,18 @@ def administration() -> APIRouter:
         return services.votes.reader.stats(services.campaign().id)
 
     return routes
+
+
+def _replies(services: Services) -> list[RaterReply]:
+    """All raters, oldest first; whom a key has brought is a user of it, since keys cannot invite."""
+    known = services.votes.reader.raters()
+    keys = {one.id for one in known if one.scopes is not None}
+    return [
+        RaterReply.model_validate(one).model_copy(
+            update={"user_of": one.invited_by if one.scopes is None and one.invited_by in keys else None}
+        )
+        for one in known
+    ]
 
 
 def _limited(find: Callable[[], Found | None], request: Request, services: Services) -> Found:

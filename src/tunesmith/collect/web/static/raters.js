@@ -11,7 +11,12 @@ async function refresh() {
   const [raters, stats, entries] = await Promise.all([call("GET", "raters"), call("GET", "stats"), call("GET", `audit?limit=${ENTRIES}`)]);
   showEntries(entries, []);
   const byId = new Map(stats.raters.map((one) => [one.rater_id, one]));
-  $("rows").replaceChildren(...raters.map((rater) => row(rater, byId.get(rater.id))));
+  const users = Map.groupBy(raters.filter((rater) => rater.user_of !== null), (rater) => rater.user_of);
+  const rows = raters.filter((rater) => rater.user_of === null).flatMap((rater) => {
+    const own = users.get(rater.id) ?? [];
+    return [row(rater, byId.get(rater.id)), ...(own.length ? [usersRow(rater, own, byId)] : [])];
+  });
+  $("rows").replaceChildren(...rows);
   const { alpha } = stats;
   $("agreement").textContent =
     alpha.value === null
@@ -31,15 +36,30 @@ function entryRow(entry) {
   return html("tr", {}, ...cells.map((text) => html("td", {}, text)));
 }
 
+/** What a rater is, in a word or two. */
+function roleOf({ role, scopes }) {
+  if (scopes === null) return role;
+  return scopes.includes("admin") ? "admin's key" : "key";
+}
+
+/** The users of a key in one row: there may be many, and their access is that of the key. */
+function usersRow(key, users, byId) {
+  const num = users.reduce((sum, { id }) => sum + (byId.get(id)?.num_votes ?? 0), 0);
+  const count = users.length === 1 ? "1 user" : `${users.length} users`;
+  const cells = [`${count} of the key ${key.name}`, "", num, "", "", key.is_disabled ? "ended" : "that of the key"];
+  return html("tr", {}, ...cells.map((text) => html("td", {}, text)));
+}
+
 function row(rater, stats) {
-  const cells = [rater.name, rater.role, stats?.num_votes ?? 0, percent(stats?.left.share), percent(stats?.gold_accuracy)];
+  const cells = [rater.name, roleOf(rater), stats?.num_votes ?? 0, percent(stats?.left.share), percent(stats?.gold_accuracy)];
   const button = html("button", { type: "button", "aria-label": `End the access of ${rater.name}` }, "End access");
   button.addEventListener("click", () => end(rater));
   return html("tr", {}, ...cells.map((text) => html("td", {}, text)), html("td", {}, rater.is_disabled ? "ended" : button));
 }
 
 async function end(rater) {
-  if (!window.confirm(`End the access of ${rater.name}? Their votes stay.`)) return;
+  const asked = rater.scopes === null ? `End the access of ${rater.name}?` : `End the key ${rater.name}, and the access of all its users?`;
+  if (!window.confirm(`${asked} Votes stay.`)) return;
   await attempt(() => call("DELETE", `raters/${rater.id}`));
 }
 
