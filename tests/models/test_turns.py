@@ -27,9 +27,11 @@ from tunesmith.base.core.errors import DataError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.models import assets
 from tunesmith.engine.models.conversation import named_tokens
-from tunesmith.engine.models.tokenizer import decode_marked, encode_rendered
-from tunesmith.engine.models.tool_messages import with_tools
-from tunesmith.engine.models.turns import Answer, call_ends, next_turn, parse_answer, reply_ranges
+from tunesmith.engine.models.tokenizer import decode, decode_marked, encode_rendered
+from tunesmith.engine.models.tool_messages import traits_of, with_tools
+from tunesmith.engine.models.turns import Answer, ContentStream, call_ends, next_turn, parse_answer, reply_ranges
+from tunesmith.engine.rollout.engine import decode_of
+from tunesmith.engine.rollout.sequence import TextStream
 
 pytest.importorskip("trl", reason="needs TRL, which has the templates of published models")
 
@@ -459,3 +461,101 @@ def test_the_ranges_of_a_reply_are_its_contents_without_the_template(name: str) 
 def as_written(name: str, content: str) -> str:
     """A content as the template of a family writes it."""
     return json.dumps(content, ensure_ascii=False)[1:-1] if name in ("Llama 3.1", "Llama 3.2", "gpt-oss") else content
+
+
+CALLS = [
+    HERMES_CALL,
+    HERMES_CALL[:-3],
+    "<tool_call><function=search><parameter=text>a</parameter></function></tool_call>",
+    '<|python_tag|>{"name": "search", "parameters": {"text": "a"}}',
+    '{"name": "search", "parameters": {"text": "a"}}',
+    '[TOOL_CALLS]search[ARGS]{"text": "a"}',
+    '[TOOL_CALLS] [{"name": "search", "arguments": {"text": "a"}}]',
+    '<|tool_call>call:search{text:<|"|>a<|"|>}<tool_call|>',
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+    '<|start|>assistant<|channel|>commentary to=functions.search<|message|>{"text": "a"}<|call|>',
+]
+REASONING = ["<think>", "</think>", "<think>\nHm.\n</think>\n\n", "<|channel>thought\nHm.<channel|>", "<think></think>"]
+SAID = st.lists(
+    st.one_of(
+        st.sampled_from(CALLS),
+        st.sampled_from([*CALLS, *REASONING, "<|im_end|>", "</s>", "<eos>"]).flatmap(
+            lambda text: st.integers(1, len(text)).map(lambda end: text[:end])
+        ),
+        st.sampled_from(
+            [*REASONING, "\n", "\n\n", " ", "Sure.", "<", "[", "{", '{"name"', "a <b> [c]", "\u00e9\u4e2d"]
+        ),
+        PLAIN,
+    ),
+    max_size=5,
+).map("".join)
+
+
+def streamed(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[int], ids: Sequence[int]
+) -> tuple[Any, list[str], Any]:
+    """The reasoning, the pieces of the content and the message of a turn that is drawn token by token."""
+    stream = ContentStream(tokenizer, before)
+    texts = TextStream(decode_of(tokenizer, with_marks=False), list(before[-8:]))
+    thinking, pieces = "", []
+    for end in range(1, len(ids)):
+        thought, piece = stream.push(texts.push(list(ids[:end])), ids[end - 1 : end])
+        thinking, pieces = thinking + thought, [*pieces, piece]
+    plain = decode(tokenizer, [*before[-8:], *ids])[len(decode(tokenizer, before[-8:])) :]
+    message, thought, piece = stream.finish(texts.finish(plain), plain, parse_answer(tokenizer, before, ids, TOOLS))
+    return thinking + thought, [*pieces, piece], message
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streamed_content_is_that_of_the_whole_answer(name: str) -> None:
+    tokenizer, _, opened = asked(name, tools=TOOLS)
+    traits = traits_of(tokenizer)
+    opens = traits.opens.rstrip()
+
+    @settings(deadline=None, max_examples=25)
+    @given(SAID, st.booleans())
+    def check(said: str, is_small: bool) -> None:
+        before, ids = ids_after(tokenizer, opened, said)
+        ids = in_small_pieces(tokenizer, ids) if is_small else ids
+        assume(ids)
+        thinking, pieces, message = streamed(tokenizer, before, ids)
+        assert ("".join(pieces), thinking) == (message["content"], message.get("reasoning_content") or "")
+        answer = parse_answer(tokenizer, before, ids, TOOLS)
+        assert message.get("tool_calls") == answer.message.get("tool_calls")
+        begins = said.lstrip().startswith(opens) or opened.rstrip().endswith(opens)
+        if answer.malformed is None and (begins or traits.closes not in said):
+            assert message == answer.message
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "given"),
+    [
+        ("Qwen 2.5", f"I look.\n{HERMES_CALL}", "I look."),
+        ("Qwen 2.5", "1 < 2, <tool> and more", "1 < 2, <tool> and mor"),
+        ("SmolLM2", f"I look. {HERMES_CALL}", "I look. "),
+        ("Qwen 3", f"<think>\nHm.\n</think>\n\nI look.\n\n{HERMES_CALL}", "I look.\n"),
+        ("Qwen 3.5", f"Hm.\n</think>\n\nI look.{CALLS[2]}", "I look."),
+        ("Llama 3.1", '{"a": 1}, as asked', '{"a": 1}, as aske'),
+        ("Llama 3.1", '{"name": "search", "parameters": {"text": "a"}}', ""),
+        ("Mistral v13", f"I look.{CALLS[5]}", "I look."),
+        ("Gemma 4", f"I look {CALLS[7]}", "I look "),
+        ("Gemma 4", f"<|channel>thought\nHm.<channel|>I look {CALLS[7]}", "I look "),
+        ("gpt-oss", CALLS[8], ""),
+    ],
+)
+def test_content_is_streamed_until_a_call_may_begin(name: str, said: str, given: str) -> None:
+    tokenizer, _, opened = asked(name, tools=TOOLS)
+    before, ids = ids_after(tokenizer, opened, said)
+    *pieces, _ = streamed(tokenizer, before, in_small_pieces(tokenizer, ids))[1]
+    assert "".join(pieces) == given
+
+
+def test_reasoning_that_begins_nowhere_is_content_that_was_streamed() -> None:
+    tokenizer, _, opened = asked("Qwen 3", tools=TOOLS)
+    for behind, calls in (("Yes.", 0), (HERMES_CALL, 1)):
+        before, ids = ids_after(tokenizer, opened, f"Hm.</think>{behind}")
+        thinking, _, message = streamed(tokenizer, before, ids)
+        assert (thinking, message["content"]) == ("", "Hm." if calls else "Hm.</think>Yes.")
+        assert len(message.get("tool_calls", ())) == calls

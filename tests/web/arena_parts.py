@@ -48,12 +48,16 @@ for line in sys.stdin:
     reply(begun={"prompt": whole, "prompt_ids": [7], "context": 128})
     if said == "die in it":
         os._exit(9)
-    for start in range(0, len(text), 6):
+    is_calling = bool(request.get("tools")) and said.startswith("ask ")
+    if is_calling:
+        reply(sample=0, thinking="Hm.", text="Let me")
+        reply(sample=0, text=" see.")
+    for start in range(0, 0 if is_calling else len(text), 6):
         reply(sample=0, text=text[start : start + 6])
     answer = {"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0], "drawn_logps": [-0.5, -1.0]}
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": said[4:]}}}
     calling = {"role": "assistant", "reasoning_content": "Hm.", "content": "Let me see.", "tool_calls": [call, call]}
-    message = calling if request.get("tools") and said.startswith("ask ") else None
+    message = calling if is_calling else None
     reply(sample=0, answer={**answer, "finish_reason": "stop", "message": message})
     reply(done=True)
 """

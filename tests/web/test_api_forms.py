@@ -221,12 +221,15 @@ def test_calls_of_tools_have_the_form_of_each_api(calling, path):
         message = whole["choices"][0]["message"]
         deltas = [event["choices"][0]["delta"] for event in events]
         said = [message["reasoning_content"], message["content"], *message["tool_calls"]]
-        streamed = [deltas[1]["reasoning_content"], deltas[1]["content"], *deltas[2]["tool_calls"]]
+        assert [deltas[2]["content"], deltas[3]["content"]] == ["Let me", " see."]
+        text = "".join(delta.get("content", "") for delta in deltas)
+        streamed = [deltas[1]["reasoning_content"], text, *deltas[4]["tool_calls"]]
         calls = [(one["id"], one["function"]["arguments"]) for one in (*said[2:], *streamed[2:])]
         assert whole["choices"][0]["finish_reason"] == "tool_calls" and said[:2] == streamed[:2]
     elif path == RESPONSES:
         streamed = [one["item"] for one in events if one["type"] == "response.output_item.done"]
         assert streamed == events[-1]["response"]["output"] and whole["status"] == "completed"
+        assert [one["delta"] for one in events if one["type"] == "response.output_text.delta"] == ["Let me", " see."]
         for items in (whole["output"], streamed):
             assert [one["type"] for one in items] == ["reasoning", "message", "function_call", "function_call"]
             assert [one["content"][0]["text"] for one in items[:2]] == ["Hm.", "Let me see."]
@@ -237,9 +240,9 @@ def test_calls_of_tools_have_the_form_of_each_api(calling, path):
         begun = [one["content_block"] for one in events if one["type"] == "content_block_start"]
         assert [one["type"] for one in begun] == [one["type"] for one in whole["content"]]
         deltas = [one["delta"] for one in events if one["type"] == "content_block_delta"]
-        assert [deltas[0]["thinking"], deltas[1]["text"]] == ["Hm.", "Let me see."]
+        assert [deltas[0]["thinking"], deltas[1]["text"], deltas[2]["text"]] == ["Hm.", "Let me", " see."]
         calls = [(one["id"], json.dumps(one["input"])) for one in whole["content"][2:]]
-        calls += [(one["id"], delta["partial_json"]) for one, delta in zip(begun[2:], deltas[2:], strict=True)]
+        calls += [(one["id"], delta["partial_json"]) for one, delta in zip(begun[2:], deltas[3:], strict=True)]
     assert len({id for id, _ in calls}) == 4 and {arguments for _, arguments in calls} == {'{"city": "Paris"}'}
 
 

@@ -114,6 +114,31 @@ def test_a_model_with_a_template_reads_messages_and_few_models_are_kept(worker, 
     assert len(worker[0].speakers) == MAX_MODELS
 
 
+def test_content_comes_in_pieces_also_where_tools_may_be_called(worker, tmp_path):
+    built = tiny_model("llama")
+    told = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    built.tokenizer.chat_template = told + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    built.model.save_pretrained(tmp_path)
+    built.tokenizer.save_pretrained(tmp_path)
+    letters = {str(token): 50 for token in range(68, 94)}
+    sampling = {"max_new_tokens": 12, "seed": 1, "logit_bias": letters}
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
+
+    def ask(**more):
+        one = request(0, "hi", model={"name": str(tmp_path)}, sampling={**sampling, **more})
+        replies = work(worker, {**one, "tools": tools, "n": 2})[0]
+        texts = [[one.get("text", "") for one in replies if one.get("sample") == sample] for sample in range(2)]
+        messages = {one["sample"]: one["answer"]["message"] for one in replies if "answer" in one}
+        return texts, [messages[sample]["content"] for sample in range(2)]
+
+    texts, contents = ask()
+    assert list(map("".join, texts)) == contents
+    assert all(len("".join(pieces[:-1])) >= 10 for pieces in texts)
+    first = contents[0]
+    texts, stopped = ask(stop_strings=[first[4:6]])
+    assert list(map("".join, texts)) == stopped and stopped[0] == first[: first.index(first[4:6])]
+
+
 def test_a_model_larger_than_the_free_memory_is_not_loaded(worker, tmp_path, monkeypatch):
     built = tiny_model("llama")
     built.model.save_pretrained(tmp_path)

@@ -70,13 +70,7 @@ class ExportVotesOptions:
         flag("Format; without it, the name says it."),
     ] = None
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
-<<<<<<< HEAD
-    decided: Annotated[
-        bool, flag("Leave out ties, and feedback that is no thumb: for libraries that know neither.")
-    ] = False
-=======
     decided: Annotated[bool, flag("Leave out ties, and feedback that is no thumb: some trainers know none.")] = False
->>>>>>> s11f2
     both_bad: Annotated[bool, flag("Keep votes that call both answers bad, with that `verdict`, as ties.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
 

@@ -12,9 +12,10 @@ object a line. Without `--stay` it ends when nothing is asked for ten minutes. A
 
 Its replies: `begun`, with the `prompt` as the model reads it, as text and ids, and the length of its `context`; any
 number with what was drawn of a `sample`: new `text`, `token_ids`, and their `scores`; an `answer` for each sample; then
-`done`. Or an `error`, whose `kind` is `model` for one that cannot be loaded, `context` for a prompt that is too long,
-`prompt` for what cannot be drawn otherwise, and `engine` if the engine failed. `{"stop": id}` ends a request without
-further replies.
+`done`. With `tools` the `text` is the content of the answer's message, as far as it cannot be the beginning of a call;
+the `thinking` before it comes as a whole. Or an `error`, whose `kind` is `model` for one that cannot be loaded,
+`context` for a prompt that is too long, `prompt` for what cannot be drawn otherwise, and `engine` if the engine failed.
+`{"stop": id}` ends a request without further replies.
 """
 
 import json
@@ -24,7 +25,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,7 +39,7 @@ from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase, context_length
 from tunesmith.engine.models.tokenizer import decode_marked, encode_prompt, token_bytes
 from tunesmith.engine.models.tool_messages import with_tools
-from tunesmith.engine.models.turns import call_ends, parse_answer
+from tunesmith.engine.models.turns import Answer, ContentStream, call_ends, parse_answer
 from tunesmith.engine.rollout.factory import open_engine
 from tunesmith.engine.rollout.open_batch import Ask, OpenBatch, Piece, TokenScore, open_batch
 from tunesmith.observe.profiling.meter import available_gb
@@ -164,19 +165,21 @@ class Worker:
         given["logit_bias"] = _bias(given.get("logit_bias") or {})
         sampling = SamplingParams(**given)
         num_left = request.get("n", 1)
+        contents = [ContentStream(tokenizer, ids) for _ in range(num_left if tools else 0)]
 
         def on_piece(piece: Piece) -> None:
             nonlocal num_left
-            reply: dict[str, Any] = {"id": id, "sample": piece.sample}
-            if piece.text:
-                reply["text"] = piece.text
+            stop = _stop_string(tokenizer, piece.completion, sampling.stop_strings)
+            message, said = None, {"text": piece.text}
+            if tools:
+                answer = piece.completion and _answer(tokenizer, ids, piece.completion, tools, stop)
+                message, said = _said(contents[piece.sample], piece, answer)
+            reply: dict[str, Any] = {"id": id, "sample": piece.sample, **{name: it for name, it in said.items() if it}}
             if piece.token_ids:
                 reply["token_ids"] = piece.token_ids
             if piece.scores:
                 reply["scores"] = [_shown(tokenizer, score) for score in piece.scores]
             if piece.completion is not None:
-                message = _message(tokenizer, ids, piece.completion, tools) if tools else None
-                stop = _stop_string(tokenizer, piece.completion, sampling.stop_strings)
                 reply["answer"] = {**_facts(prompt.content, piece.completion), "message": message, "stop_string": stop}
                 num_left -= 1
             self._replies.append(reply)
@@ -295,9 +298,11 @@ def _facts(prompt: Text, completion: Completion) -> dict[str, Any]:
     }
 
 
-def _stop_string(tokenizer: PreTrainedTokenizerBase, completion: Completion, stop_strings: Sequence[str]) -> str | None:
+def _stop_string(
+    tokenizer: PreTrainedTokenizerBase, completion: Completion | None, stop_strings: Sequence[str]
+) -> str | None:
     """The stop string that ended a completion; None if it ended otherwise."""
-    if completion.finish_reason != "stop" or not stop_strings:
+    if completion is None or completion.finish_reason != "stop" or not stop_strings:
         return None
     ids = list(completion.token_ids)
     shown = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -306,18 +311,34 @@ def _stop_string(tokenizer: PreTrainedTokenizerBase, completion: Completion, sto
     return min(found)[1] if found else None
 
 
-def _message(
-    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], completion: Completion, tools: Sequence[Any]
-) -> Json:
-    """The answer as a message, its calls of tools read."""
-    ended = completion.token_ids[-1:] if completion.finish_reason == "stop" else ()
-    plain = {"role": "assistant", "content": completion.text}
+def _said(stream: ContentStream, piece: Piece, answer: Answer | None) -> tuple[Json | None, dict[str, str]]:
+    """The message of an answer that has ended, None before, and what is new of its reasoning and content."""
+    message = None
+    if piece.completion is None:
+        thinking, text = stream.push(piece.text, piece.token_ids)
+    else:
+        message, thinking, text = stream.finish(piece.text, piece.completion.text, answer)
+    return message, {"thinking": thinking, "text": text}
+
+
+def _answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    tools: Sequence[Any],
+    stop: str | None,
+) -> Answer | None:
+    """The answer with its calls of tools, ended by the stop string `stop` or not; None if it cannot be read."""
+    ended = completion.token_ids[-1:] if completion.finish_reason == "stop" and stop is None else ()
     try:
         answer = parse_answer(tokenizer, prompt_ids, completion.token_ids, tools, stop_ids=ended)
     except Exception:  # noqa: BLE001 - the schemas of the tools are the client's
         _log.warning("an answer cannot be parsed for calls", exc_info=True)
-        return plain
-    return answer.message if answer.malformed is None else plain
+        return None
+    if stop is None:
+        return answer
+    cut = {name: said.partition(stop)[0] if isinstance(said, str) else said for name, said in answer.message.items()}
+    return replace(answer, message={**cut, "role": "assistant"})
 
 
 def _shown(tokenizer: PreTrainedTokenizerBase, score: TokenScore) -> Json:

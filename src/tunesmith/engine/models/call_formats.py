@@ -147,7 +147,33 @@ def parse_harmony(text: str, tools: Sequence[Tool]) -> Parsed:
     return Parsed("\n".join(part for part in (preamble, content) if part), thinking=thinking)
 
 
+def settled(parser: Parser, text: str, others: Sequence[str] = ()) -> str:
+    """The beginning of `text` that stays content whatever follows: up to what may begin a call, or one of the texts
+    `others`. Empty for a format whose calls have no beginning of their own.
+    """
+    marks = _MARKS.get(parser)
+    if marks is None or (parser is parse_llama and _may_be_llama_call(text)):
+        return ""
+    marks = (*marks, *others)
+    text = text[: min((place for mark in marks if (place := text.find(mark)) >= 0), default=len(text))]
+    return text[: len(text) - num_open(text, marks)].removesuffix("\n")  # a line break before a call is part of it
+
+
+def num_open(text: str, stops: tuple[str, ...]) -> int:
+    """Characters at the end of `text` that are the beginning of one of `stops`."""
+    return max(
+        (
+            length
+            for stop in stops
+            for length in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:length])
+        ),
+        default=0,
+    )
+
+
 _PYTHON_TAG = "<|python_tag|>"
+_LLAMA_CALL = '{"name":'
 _HARMONY_END = r"<\|(?:end|call|return|start)\|>"
 _GEMMA_QUOTE = '<|"|>'
 
@@ -159,6 +185,15 @@ _FORMATS: tuple[tuple[tuple[str, ...], Parser], ...] = (
     (("<tool_call>",), parse_hermes),
     (('"parameters": ', "ipython"), parse_llama),
 )
+
+_MARKS: Mapping[Parser, tuple[str, ...]] = {
+    parse_hermes: ("<tool_call>",),
+    parse_xml: ("<tool_call>",),
+    parse_gemma: ("<|tool_call>",),
+    parse_mistral: ("[TOOL_CALLS]",),
+    parse_llama: (),
+}
+"""The texts with which calls begin, in formats in which they may stand behind content. Llama's stand alone."""
 
 
 def _collected(text: str, mark: str, parse: Callable[[str], tuple[tuple[str, Mapping[str, Any], str], int]]) -> Parsed:
@@ -291,6 +326,13 @@ def _behind(rest: str, place: int, close: str) -> int:
         other = rest[place:].strip()[:40]
         raise MalformedCallError(f"a call is not closed: {close} is missing" + (f" before {other!r}" if other else ""))
     return closed.end()
+
+
+def _may_be_llama_call(text: str) -> bool:
+    """True as long as `text` may become a turn that is a call."""
+    begun = text.lstrip()
+    compact = "".join(begun.split())[: len(_LLAMA_CALL)]
+    return begun.startswith(_PYTHON_TAG) or _PYTHON_TAG.startswith(begun) or _LLAMA_CALL.startswith(compact)
 
 
 def _is_llama_call(value: object) -> bool:

@@ -27,6 +27,7 @@ from tunesmith.engine.models.call_formats import (
     parse_gemma,
     parse_harmony,
     parse_llama,
+    settled,
 )
 from tunesmith.engine.models.conversation import (
     closing_of,
@@ -219,6 +220,105 @@ def call_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(named[name][0] for known, name in _CALL_ENDS if known is parser and name in named)
 
 
+class ContentStream:
+    """The content of a sampled turn behind the ids `before`, while it is drawn: as far as it can be neither a call nor
+    reasoning, whatever follows.
+
+    From where a call may begin, and from the first special token on, text is held back until the turn has ended. So is
+    all of it where calls have no beginning of their own (gpt-oss), or where the tokenizer describes its format itself.
+    Reasoning is what a message has under `reasoning_content`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> None:
+        self._thinking = ""
+        self._tokenizer = tokenizer
+        self._traits = traits_of(tokenizer)
+        self._opening = _opening(self._traits, decode_marked(tokenizer, before))
+        closing = closing_of(tokenizer)
+        self._closing = closing.text.strip() if closing.token_id is None else ""  # a text that may end the turn
+        self._specials = {index for index, is_special in _named(tokenizer).values() if is_special}
+        self._text = ""  # with special tokens by their names
+        self._special_places: list[int] = []
+        self._ids: list[int] = []
+        self._num_early = 0  # characters of `_text` that are still to come
+        self._start = 0
+        self._sent = ""
+        # An opening that is part of the content would be missing in a turn whose call is malformed.
+        is_unknown = self._opening and self._traits.reasoning_field is None
+        self._is_held = bool(is_unknown) or getattr(tokenizer, "response_template", None) is not None
+
+    def push(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
+        """The content that is settled now, by new tokens and the `text` of them without special tokens; and before it
+        the reasoning, which comes with the first piece.
+        """
+        self._is_held |= bool(text) and not token_ids  # an engine that does not tell tokens may leave out special ones
+        self._text, self._num_early = self._text + text[self._num_early :], max(0, self._num_early - len(text))
+        for index in () if self._is_held else token_ids:
+            if index in self._specials:
+                self._note_special(index)
+            self._ids.append(index)
+        if self._is_held:
+            return "", ""
+        content, reasoning = self._settled()
+        piece, is_first = content[len(self._sent) :], not self._sent
+        if piece and is_first and self._traits.reasoning_field == "reasoning_content":
+            self._thinking = _thought(reasoning)
+        self._sent += piece
+        return self._thinking if is_first else "", piece
+
+    def finish(self, text: str, plain: str, answer: Answer | None) -> tuple[Mapping[str, Any], str, str]:
+        """The message of the ended turn, and its reasoning and content behind what was given. The last piece is `text`,
+        the whole one without special tokens `plain`, and `answer` that of `parse_answer`, None if it failed.
+
+        Reasoning that begins nowhere but is closed in the middle of the text is content: it was given before.
+        """
+        whole = {"role": "assistant", "content": plain}
+        found = [whole if answer is None or answer.malformed is not None else answer.message]
+        found += [answer.message] if answer else []
+        thinking = {"reasoning_content": self._thinking} if self._thinking else {}
+        calls = {"tool_calls": answer.message["tool_calls"]} if answer and answer.message.get("tool_calls") else {}
+        content = self._sent if calls else self._text[self._start :] + text[self._num_early :]
+        found.append({"role": "assistant", **thinking, "content": content, **calls})
+        message = next(one for one in found if self._goes_on(one))
+        return message, "" if self._sent else _thinking_in(message), message["content"][len(self._sent) :]
+
+    def _note_special(self, index: int) -> None:
+        """Take a special token behind the text before it, some of which may come later (bytes of a character)."""
+        before = _text(self._tokenizer, self._ids)
+        if before.startswith(self._text):
+            self._num_early += len(before) - len(self._text)
+            self._text = before
+        self._special_places.append(len(self._text))
+        self._text += decode_marked(self._tokenizer, (index,))
+
+    def _goes_on(self, message: Mapping[str, Any]) -> bool:
+        """True if `message` is one whose beginning was given."""
+        is_same = message["content"].startswith(self._sent) and _thinking_in(message) == self._thinking
+        return not self._sent or is_same
+
+    def _settled(self) -> tuple[str, str]:
+        """The content that is settled, and the reasoning before it."""
+        traits, text = self._traits, self._text
+        opens, begun = traits.opens.rstrip(), text.lstrip()
+        has_field, is_open = traits.reasoning_field is not None, bool(self._opening) or begun.startswith(opens)
+        if has_field and not is_open and opens.startswith(begun):
+            return "", ""
+        reasoning, said = _without_reasoning(traits, text, is_open=True) if is_open else ("", text)
+        content = settled(traits.parser, said, [mark for mark in (traits.closes, self._closing) if mark])
+        self._start = len(text) - len(said)
+        if not has_field:
+            content, self._start = text[: self._start] + content, 0
+        elif reasoning:
+            self._start += len(content) - len(content.lstrip("\n"))
+            content = content.lstrip("\n")
+        end = next((place for place in self._special_places if place >= self._start), len(text))
+        return content[: end - self._start], reasoning
+
+
+def _thinking_in(message: Mapping[str, Any]) -> str:
+    return message.get("reasoning_content") or ""
+
+
 def _texts(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
@@ -403,7 +503,7 @@ def _parsed(traits: TemplateTraits, prompt: str, text: str, tools: Sequence[Tool
     opening = _opening(traits, prompt)
     reasoning, said = _without_reasoning(traits, text, is_open=bool(opening))
     parsed = traits.parser(said, tools)
-    thinking = parsed.thinking or reasoning.removeprefix("\n").removesuffix("\n")
+    thinking = parsed.thinking or _thought(reasoning)
     is_written = traits.reads_calls and (traits.takes_several_calls or len(parsed.calls) < 2)
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content if is_written else said}
     if traits.parser is parse_harmony:
@@ -439,6 +539,10 @@ def _without_reasoning(traits: TemplateTraits, text: str, *, is_open: bool) -> t
         return "", text
     reasoning, _, said = rest.partition(traits.closes)
     return reasoning, said
+
+
+def _thought(reasoning: str) -> str:
+    return reasoning.removeprefix("\n").removesuffix("\n")
 
 
 def _tool_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:

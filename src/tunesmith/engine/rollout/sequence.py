@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.schema.records import FinishReason
+from tunesmith.engine.models.call_formats import num_open
 from tunesmith.engine.models.tokenizer import text_after
 
 UNFINISHED = "\ufffd"
@@ -326,19 +327,6 @@ class TextStream:
     def finish(self, text: str) -> str:
         """The rest of `text`, the whole text of the ended completion, after the pieces that were given."""
         return text[self._num_given :]
-
-
-def num_open(text: str, stops: tuple[str, ...]) -> int:
-    """Characters at the end of `text` that are the beginning of one of `stops`."""
-    return max(
-        (
-            length
-            for stop in stops
-            for length in range(1, min(len(stop), len(text) + 1))
-            if text.endswith(stop[:length])
-        ),
-        default=0,
-    )
 
 
 def _marked_search(decode: Decode, context: list[int], stops: tuple[str, ...]) -> StopSearch | None:

@@ -91,8 +91,8 @@ class Answering:
             await run_in_threadpool(self._services.votes.record, kept)
 
     @property
-    def holds_text(self) -> bool:
-        """True if the text of an answer may be a call of a tool, so that it is sent when it is whole."""
+    def may_call(self) -> bool:
+        """True if an answer may have calls of tools, and no text then."""
         return any("tools" in one for one in self.asked)
 
     @property

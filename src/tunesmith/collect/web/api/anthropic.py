@@ -157,22 +157,30 @@ class MessageForm(Form):
 
     async def events(self, replies: AsyncGenerator[tuple[int, Json]]) -> AsyncGenerator[Json]:
         """See `Form.events`."""
-        answering, is_held = self._answering, self._answering.holds_text
+        answering, index = self._answering, 0
+        has_text = not answering.may_call
         yield {"type": "message_start", "message": self._message([], {"stop_reason": None, "stop_sequence": None})}
-        if not is_held:
+        if has_text:
             yield _start(0, _block("text", ""))
         async for _, reply in replies:
-            if reply.get("text") and not is_held:
-                yield _delta(0, "text", reply["text"])
+            if reply.get("thinking"):
+                for one in _block_events(index, "reasoning", reply["thinking"]):
+                    yield one
+                index += 1
+            if reply.get("text"):
+                if not has_text:
+                    has_text = True
+                    yield _start(index, _block("text", ""))
+                yield _delta(index, "text", reply["text"])
         await answering.keep(self._id, [[0]])
         answer = answering.collected.answers[0]
         message = openai.message_of(answer)
-        if is_held:
-            for index, (kind, content) in enumerate(openai.parts_of(message)):
-                for one in _block_events(index, kind, content):
-                    yield one
-        else:
-            yield _stop(0)
+        if has_text:
+            yield _stop(index)
+        left = openai.parts_of(message)[index + has_text :]
+        for place, (kind, content) in enumerate(left, start=index + has_text):
+            for one in _block_events(place, kind, content):
+                yield one
         yield {"type": "message_delta", "delta": self._ended(answer, message), "usage": self._usage}
         yield {"type": "message_stop"}
 

@@ -138,7 +138,7 @@ class ResponseForm(Form):
         super().__init__(answering, "resp_")
         self._body = body
         self._created_at = int(time.time())
-        self._message_id = openai.new_id("msg_")
+        self._message_id, self._thought_id = openai.new_id("msg_"), openai.new_id("rs_")
         self._num_events = 0
 
     async def whole(self) -> Json:
@@ -148,24 +148,31 @@ class ResponseForm(Form):
 
     async def events(self, replies: AsyncGenerator[tuple[int, Json]]) -> AsyncGenerator[Json]:
         """See `Form.events`."""
-        is_held, empty = self._answering.holds_text, self._message("", (), "in_progress")
+        index, empty = 0, self._message("", (), "in_progress")
+        has_text = not self._answering.may_call
+        scores: list[Json] = []  # of tokens before the text, as those of reasoning
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
-        for one in () if is_held else self._begun(0, empty):
+        for one in self._begun(0, empty) if has_text else ():
             yield one
         async for _, reply in replies:
-            text, scores = reply.get("text", ""), reply.get("scores") or ()
-            if (text or scores) and not is_held:
-                yield self._delta(0, empty, text, scores)
+            if reply.get("thinking"):
+                for one in self._whole(index, self._thought(reply["thinking"])):
+                    yield one
+                index += 1
+            text, scores = reply.get("text", ""), [*scores, *(reply.get("scores") or ())]
+            if text and not has_text:
+                has_text = True
+                for one in self._begun(index, empty):
+                    yield one
+            if has_text and (text or scores):
+                yield self._delta(index, empty, text, scores)
+                scores = []
         await self._keep()
         ended = self._ended()
-        for index, item in enumerate(ended["output"]):
-            if is_held:
-                for one in self._begun(index, item):
-                    yield one
-                scores = self._answering.collected.scores.get(0, ()) if item["type"] == "message" else ()
-                yield self._delta(index, item, _text(item), scores)
-            for one in self._done(index, item):
+        for place, item in enumerate(ended["output"][index:], start=index):
+            is_begun = has_text and place == index
+            for one in self._done(place, item) if is_begun else self._whole(place, item, scores):
                 yield one
         yield self._event(f"response.{ended['status']}", response=ended)
 
@@ -189,8 +196,7 @@ class ResponseForm(Form):
             if kind == "text":
                 output.append(self._message(content, self._answering.collected.scores.get(0, ()), status))
             elif kind == "reasoning":
-                thought = [{"type": "reasoning_text", "text": content}]
-                output.append({"id": openai.new_id("rs_"), "type": "reasoning", "summary": [], "content": thought})
+                output.append(self._thought(content))
             else:
                 named = {"id": openai.new_id("fc_"), "type": "function_call", "call_id": content["id"]}
                 output.append({**named, **content["function"], "status": "completed"})
@@ -241,6 +247,10 @@ class ResponseForm(Form):
         named = {"id": self._message_id, "type": "message", "role": "assistant"}
         return {**named, "status": status, "content": [part]}
 
+    def _thought(self, text: str) -> Json:
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"id": self._thought_id, "type": "reasoning", "summary": [], "content": content}
+
     def _event(self, kind: str, **fields: Any) -> Json:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
@@ -254,6 +264,12 @@ class ResponseForm(Form):
             part = {**item["content"][0], "text": ""}
             part |= {"logprobs": []} if "logprobs" in part else {}
             yield self._event("response.content_part.added", **_place(index, item), part=part)
+
+    def _whole(self, index: int, item: Json, scores: Sequence[Json] = ()) -> Iterator[Json]:
+        """The events of an item that is there as a whole."""
+        yield from self._begun(index, item)
+        yield self._delta(index, item, _text(item), scores)
+        yield from self._done(index, item)
 
     def _delta(self, index: int, item: Json, text: str, scores: Sequence[Json]) -> Json:
         kind = f"response.{_STREAMS[item['type']]}.delta"

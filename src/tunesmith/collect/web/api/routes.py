@@ -283,18 +283,16 @@ class ChatForm(Form):
         for number in range(len(answering.asked) * answering.collected.n):
             yield {**self._event(number, {"role": "assistant", "content": ""}), **self._prompt_ids()}
         async for number, reply in replies:
-            if "begun" not in reply and not answering.holds_text:
+            if "begun" not in reply:
                 text, scores = reply.get("text", ""), reply.get("scores")
                 ids = self._ids(reply)
+                if reply.get("thinking"):
+                    yield self._event(number, {"reasoning_content": reply["thinking"]})
                 if text or scores or ids:
                     yield self._event(number, {"content": text}, scores=scores, **ids)
         await answering.keep(self._id, [list(range(len(answering.asked)))])
         for number, answer in sorted(answering.collected.answers.items()):
             message = openai.message_of(answer)
-            if answering.holds_text:
-                scores = answering.collected.scores.get(number)
-                said = {name: message[name] for name in ("reasoning_content", "content") if name in message}
-                yield self._event(number, said, scores=scores, **self._ids(answer))
             if calls := message.get("tool_calls"):
                 yield self._event(number, {"tool_calls": [{"index": place, **one} for place, one in enumerate(calls)]})
             yield self._event(number, {}, openai.finish_of(answer, message))
