@@ -304,10 +304,21 @@ def test_a_response_goes_on_from_a_stored_one_of_the_same_key_and_user_alone(ser
     assert third.previous_response_id == second.id
     unkept = client.responses.create(input="Name a colour.", store=False, **options)
     chat = client.chat.completions.create(model="tiny:llama", messages=[QUESTION], max_tokens=8)
-    token = key.send("POST", "/v1/user_tokens", {"user": "ada"}).json["token"]
-    for name, asking in ((unkept.id, key), (chat.id, key), ("resp_0", key), (first.id, Client(served.url, token))):
-        refused = asking.send("POST", RESPONSES, {**INPUT, "previous_response_id": name})
+    ada = Client(served.url, key.send("POST", "/v1/user_tokens", {"user": "ada"}).json["token"])
+    adas = ask(served, RESPONSES, {**INPUT, "user": "ada"})["id"]
+    for name, asking, user in (
+        (unkept.id, key, None),
+        (chat.id, key, None),
+        ("resp_0", key, None),
+        (first.id, ada, None),
+        (first.id, key, "ada"),
+        (adas, key, None),
+        (adas, key, "bob"),
+    ):
+        refused = asking.send("POST", RESPONSES, {**INPUT, "previous_response_id": name, "user": user})
         assert refused.status == 400 and refused.json["error"]["code"] == "previous_response_not_found"
+    assert ask(served, RESPONSES, {**INPUT, "previous_response_id": adas, "user": "ada"})["status"]
+    assert ada.send("POST", RESPONSES, {**INPUT, "previous_response_id": adas}).status == 200
     feedback = {"inference_id": unkept.id, "metric_name": "thumbs", "value": True}
     assert key.send("POST", "/v1/feedback", feedback).status == 404
 

@@ -117,7 +117,7 @@ class ResponsesRequest(Sampled):
 def continued(answered: Inference | None) -> list[Json]:
     """The messages of an earlier response's conversation, and its answer. Raises RefusedError if it is none."""
     if answered is None or "conversation" not in answered.options:
-        reason = "previous_response_id names no response of this key that was stored; send the conversation as input"
+        reason = "previous_response_id names no stored response of this key and user; send the conversation as input"
         raise RefusedError(400, reason, "previous_response_not_found", "previous_response_id")
     choice = answered.choices[0]
     return [*answered.options["conversation"], choice.message or {"role": "assistant", "content": choice.text}]

@@ -169,7 +169,8 @@ def _add_other_forms(routes: APIRouter, endpoint: Endpoint, metrics: Metrics) ->
         """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream."""
         before: list[Json] = []
         if body.previous_response_id is not None:
-            name, speaker = body.previous_response_id, _speaker(caller)
+            # Of this user alone, also for a key: what is deleted of one may not stay in a conversation of another.
+            name, speaker = body.previous_response_id, Speaker(caller.id, keys.user_for(caller, body.user))
             found = await run_in_threadpool(services.votes.reader.inference, name)
             is_theirs = found is not None and speaker.may_see(found.rater_id, found.user)
             before = continued(found if is_theirs else None)
