@@ -3,6 +3,7 @@ types of these clients, which are made from the published schemas.
 """
 
 import json
+import sys
 from contextlib import closing
 
 import pytest
@@ -16,6 +17,7 @@ from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.api.anthropic import MessagesRequest
 from tunesmith.collect.web.api.openai import RefusedError
 from tunesmith.collect.web.api.responses import ResponsesRequest
+from tunesmith.engine.models import tool_messages
 
 openai = pytest.importorskip("openai")
 
@@ -305,10 +307,21 @@ def test_a_response_goes_on_from_a_stored_one_of_the_same_key_and_user_alone(ser
     assert third.previous_response_id == second.id
     unkept = client.responses.create(input="Name a colour.", store=False, **options)
     chat = client.chat.completions.create(model="tiny:llama", messages=[QUESTION], max_tokens=8)
-    token = key.send("POST", "/v1/user_tokens", {"user": "ada"}).json["token"]
-    for name, asking in ((unkept.id, key), (chat.id, key), ("resp_0", key), (first.id, Client(served.url, token))):
-        refused = asking.send("POST", RESPONSES, {**INPUT, "previous_response_id": name})
+    ada = Client(served.url, key.send("POST", "/v1/user_tokens", {"user": "ada"}).json["token"])
+    adas = ask(served, RESPONSES, {**INPUT, "user": "ada"})["id"]
+    for name, asking, user in (
+        (unkept.id, key, None),
+        (chat.id, key, None),
+        ("resp_0", key, None),
+        (first.id, ada, None),
+        (first.id, key, "ada"),
+        (adas, key, None),
+        (adas, key, "bob"),
+    ):
+        refused = asking.send("POST", RESPONSES, {**INPUT, "previous_response_id": name, "user": user})
         assert refused.status == 400 and refused.json["error"]["code"] == "previous_response_not_found"
+    assert ask(served, RESPONSES, {**INPUT, "previous_response_id": adas, "user": "ada"})["status"]
+    assert ada.send("POST", RESPONSES, {**INPUT, "previous_response_id": adas}).status == 200
     feedback = {"inference_id": unkept.id, "metric_name": "thumbs", "value": True}
     assert key.send("POST", "/v1/feedback", feedback).status == 404
 
@@ -378,6 +391,62 @@ def test_items_of_a_response_become_messages_of_a_chat():
     assert chat.max_tokens == 7
 
 
+def turns_of(num):
+    """Calls and their results in one turn each, as Anthropic's blocks."""
+    used = [{"type": "tool_use", "id": str(number), "name": "f"} for number in range(num)]
+    returned = [{"type": "tool_result", "tool_use_id": str(number % 7)} for number in range(num)]
+    return [{"role": "assistant", "content": used}, {"role": "user", "content": returned}]
+
+
+def items_of(num):
+    """Calls, and then their results, as items of a response."""
+    called = [{"type": "function_call", "call_id": str(number), "name": "f"} for number in range(num)]
+    told = [{"type": "function_call_output", "call_id": str(number % 7), "output": ""} for number in range(num)]
+    return [*called, *told]
+
+
+def steps_of(work):
+    """Number of bytecode instructions that are run."""
+    num = 0
+
+    def trace(frame, event, _):
+        nonlocal num
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        num += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return num
+
+
+def test_twice_as_many_calls_and_results_take_twice_as_many_steps():
+    def steps(num):
+        message = MessagesRequest.model_validate({"messages": turns_of(num), "max_tokens": 1})
+        response = ResponsesRequest.model_validate({"input": items_of(num)})
+        before = [one.as_message() for one in message.as_chat().messages]
+        return [
+            steps_of(message.as_chat),
+            steps_of(lambda: response.as_chat(before)),
+            steps_of(lambda: tool_messages._answered(before)),
+        ]
+
+    for once, twice in zip(steps(100), steps(200), strict=True):
+        assert 1.5 * once < twice < 2.5 * once
+
+
+def test_a_conversation_that_goes_on_is_left_as_it_is():
+    call = {"id": "c0", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    before = [{"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+    asked = ResponsesRequest.model_validate({"input": items_of(1)})
+    messages = asked.as_chat(before).model_dump(exclude_none=True)["messages"]
+    assert len(messages[0]["tool_calls"]) == 2 and before[0]["tool_calls"] == [call]
+
+
 def said_by_user(*blocks):
     return {"messages": [{"role": "user", "content": list(blocks)}]}
 
@@ -392,6 +461,10 @@ def said_by_user(*blocks):
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "assistant", "content": "The colour"}]}, 400, "the beginning of an answer"),
         (said_by_user({"type": "image", "source": {}}), 400, "'image'"),
+        (said_by_user(*[{"type": "tool_result", "tool_use_id": "0"}] * 4097), 400, "at most 4096 items"),
+        (said_by_user(*[1] * 4097), 400, "at most 4096 items"),
+        ({"messages": turns_of(4000) * 3}, 400, "the body has more than 65,536 texts, objects and lists"),
+        ({"stop_sequences": ["x"] * 4097}, 400, "at most 4096 items"),
         (said_by_user({"type": "tool_use", "id": "t", "name": "f", "input": {}}), 400, "'tool_use'"),
         (said_by_user({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}), 400, "'image'"),
         ({"system": [{"type": "image"}]}, 400, "'image'"),
@@ -423,6 +496,7 @@ def test_messages_that_cannot_be_answered_are_refused_in_anthropics_form(key, ch
         ({"input": [{"type": "item_reference", "id": "m"}]}, 400, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, 400, "input"),
+        ({"input": items_of(2049)}, 400, None),
         ({"model": "gpt-9"}, 404, "model"),
         ({"max_output_tokens": 0}, 400, None),
         ({"tools": [{"type": "web_search"}]}, 400, "tools"),

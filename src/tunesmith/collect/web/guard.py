@@ -8,8 +8,10 @@ rate limit, the role, the body (memory exhaustion, parser stack overflow). All r
 import asyncio
 import re
 from contextlib import suppress
+from functools import partial
 from urllib.parse import SplitResult, quote, urlsplit
 
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -46,6 +48,9 @@ _PLACE = re.compile(r"[\w.:\[\]-]{1,200}", re.ASCII)
 _HOST_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 _LOG_IN = {"www-authenticate": "Bearer"}
 _CLOSE_CONNECTION = {"connection": "close"}
+_LARGE = 64 * 1024
+"""Bytes of a body that is checked in a thread, so that other requests go on."""
+
 # Possessive quantifiers and an optional closing quote: linear time for every body.
 _BRACKET_OR_TEXT = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
@@ -175,7 +180,7 @@ class Guard:
 
     async def _body(self, request: Request, rule: Rule) -> bytes:
         """The checked body, empty for a file, which its route reads. Raises HTTPException if it is too large, too slow,
-        not declared as JSON, or nested too deep.
+        not declared as JSON, nested too deep, or of too many values.
         """
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > rule.max_body:
@@ -196,8 +201,11 @@ class Guard:
         if request.method in _SAFE_METHODS:
             raise HTTPException(400, "a request that reads has no body")
         _check_type(request, "application/json")
-        if is_deeper(body, self._limits.json_depth):
-            raise HTTPException(400, f"the body is nested deeper than {self._limits.json_depth} levels")
+        limits = self._limits
+        check = partial(_fault, body, limits.json_depth, limits.json_values)
+        fault = check() if len(body) < _LARGE else await run_in_threadpool(check)
+        if fault is not None:
+            raise HTTPException(400, fault)
         return body
 
 
@@ -223,12 +231,21 @@ def address_of(request: HTTPConnection) -> str:
 
 def is_deeper(body: bytes, limit: int) -> bool:
     """True if brackets outside of strings are nested deeper than `limit`, whether or not `body` is JSON."""
-    depth = 0
+    return _fault(body, limit, len(body)) is not None
+
+
+def _fault(body: bytes, max_depth: int, max_values: int) -> str | None:
+    """The reason why `body` is not parsed, whether or not it is JSON; None if there is none."""
+    depth = num_values = 0
     for match in _BRACKET_OR_TEXT.finditer(body):
-        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(match[0], 0)
-        if depth > limit:
-            return True
-    return False
+        step = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(match[0], 0)
+        depth += step
+        num_values += step >= 0
+        if depth > max_depth:
+            return f"the body is nested deeper than {max_depth} levels"
+        if num_values > max_values:
+            return f"the body has more than {max_values:,} texts, objects and lists; send less at a time"
+    return None
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -13,7 +13,8 @@ class Limits:
 
     A rater may send `rate_per_s` requests a second on average and `burst` at once. A network address may fail to log in
     `failures` times at once, and once more every `failure_every_s`. A body must arrive within `body_timeout_s`, and a
-    request's head within `head_timeout_s`. JSON may be nested `json_depth` deep.
+    request's head within `head_timeout_s`. JSON may be nested `json_depth` deep, and have
+    `json_values` texts, objects and lists.
     """
 
     rate_per_s: float = 50.0
@@ -23,6 +24,7 @@ class Limits:
     body_timeout_s: float = 10.0
     head_timeout_s: float = 10.0
     json_depth: int = 32
+    json_values: int = 65_536
     num_connections: int = 512
     streams_per_rater: int = 16
 

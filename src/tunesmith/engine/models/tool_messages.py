@@ -8,9 +8,11 @@ the format of Hermes.
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby, islice
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -146,18 +148,24 @@ def calls_as_text(calls: Sequence[Turn]) -> str:
 def _answered(messages: Sequence[Turn]) -> list[Turn]:
     """`messages` whose results of tools name the calls that they answer."""
     found: list[Turn] = []
-    waiting: list[Turn] = []
+    waiting: dict[int, Turn] = {}
+    places: dict[object, deque[int]] = {}  # of the calls of each id: a turn may have thousands
     for message in messages:
         if message["role"] == "tool":
             known = message.get("tool_call_id")
-            call = next((call for call in waiting if known in (None, call.get("id"))), None)
-            if call is not None:
-                waiting.remove(call)
+            same = places.get(known, deque()) if known is not None else deque(islice(waiting, 1))
+            while same and same[0] not in waiting:
+                same.popleft()
+            if same:
+                call = waiting.pop(same[0])
                 function = cast(Turn, call.get("function", call))
                 named = {"name": function["name"], **({"tool_call_id": call["id"]} if call.get("id") else {})}
                 message = {**named, **message}
         else:
-            waiting = list(cast(Sequence[Turn], message.get("tool_calls") or ()))
+            waiting = dict(enumerate(cast(Sequence[Turn], message.get("tool_calls") or ())))
+            places = {}
+            for place, call in waiting.items():
+                places.setdefault(call.get("id"), deque()).append(place)
         found.append(message)
     return found
 
@@ -188,16 +196,12 @@ def _as_users(messages: Sequence[Turn]) -> Iterator[Turn]:
 
 def _joined_users(messages: Sequence[Turn]) -> Iterator[Turn]:
     """`messages` with neighbouring turns of the user as one."""
-    last: Turn | None = None
-    for message in messages:
-        if last is not None and last["role"] == message["role"] == "user":
-            last = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+    for is_user, run in groupby(messages, lambda message: message["role"] == "user"):
+        if not is_user:
+            yield from run
             continue
-        if last is not None:
-            yield last
-        last = message
-    if last is not None:
-        yield last
+        first, *others = run
+        yield {**first, "content": "\n\n".join(str(one["content"]) for one in (first, *others))} if others else first
 
 
 @lru_cache(maxsize=16)

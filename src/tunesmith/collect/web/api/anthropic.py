@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tunesmith.collect.web.api import openai
 from tunesmith.collect.web.api.answering import Answering, Form
-from tunesmith.collect.web.api.openai import ChatRequest, Content, Json, Name, RefusedError, Sampled
+from tunesmith.collect.web.api.openai import ChatRequest, Content, Json, Name, RefusedError, Said, Sampled
 from tunesmith.collect.web.services import anthropic_error
 
 _OFFERED: dict[str, Sequence[Any]] = {
@@ -38,9 +38,9 @@ class Turn(BaseModel):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(max_length=openai.MAX_PARTS)]
 
-    def add_to(self, messages: list[Json]) -> None:
+    def add_to(self, said: Said) -> None:
         """Add this turn to messages of OpenAI's form. Raises RefusedError for blocks that are no text."""
         blocks = [Block(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         texts: list[str] = []
@@ -51,13 +51,12 @@ class Turn(BaseModel):
             elif block.type == "tool_use" and self.role == "assistant":
                 calls.append({"id": block.id, "function": {"name": block.name, "arguments": block.input}})
             elif block.type == "tool_result" and self.role == "user":
-                content = openai.text_of(block.content, "messages")
-                messages.append(openai.result_of(block.tool_use_id, content, messages))
+                said.add_result(block.tool_use_id, openai.text_of(block.content, "messages"))
             elif block.type not in ("thinking", "redacted_thinking"):  # no template shows what was thought before
                 reason = f"a block of the {self.role}'s message is {block.type!r}; the model reads text alone"
                 raise RefusedError(400, reason, param="messages")
         if texts or calls:
-            messages.append({"role": self.role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})})
+            said.add({"role": self.role, "content": "".join(texts), "tool_calls": calls})
 
 
 class Tool(BaseModel):
@@ -100,7 +99,7 @@ class CountRequest(Sampled):
     system: Content | None = None
     tools: Annotated[list[Tool], Field(max_length=openai.MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: openai.Texts | None = None
     metadata: Metadata | None = None
 
     def as_chat(self) -> ChatRequest:
@@ -113,14 +112,14 @@ class CountRequest(Sampled):
         if choice.disable_parallel_tool_use:
             reason = "disable_parallel_tool_use is not offered: the model decides how often it calls; leave it out"
             raise RefusedError(400, reason, param="tool_choice")
-        messages: list[Json] = []
+        said = Said()
         if self.system:
-            messages.append({"role": "system", "content": openai.text_of(self.system, "system")})
+            said.add({"role": "system", "content": openai.text_of(self.system, "system")})
         for turn in self.messages:
-            turn.add_to(messages)
+            turn.add_to(said)
         return openai.chat_of(
             self,
-            messages=messages,
+            messages=said.messages,
             tools=[tool.as_function() for tool in self.tools or ()],
             tool_choice=choice.type,
             stop=self.stop_sequences,

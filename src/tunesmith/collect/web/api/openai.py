@@ -24,7 +24,11 @@ MOST_TOP = 20
 """Most likely tokens beside each drawn one at most."""
 
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""Parts or calls of a message, and texts of another list."""
+
 MAX_TOOLS = 128
+MAX_BIAS = 10_000
 MAX_NAME = 200
 """Characters of `user` and `episode_id`."""
 
@@ -34,6 +38,8 @@ ONE_ANSWER: Mapping[str, Sequence[Any]] = {"n": (1,), "compare": (), "return_tok
 """For `refuse`: fields of chats in forms that have a single answer, and no ids in it."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MAX_PARTS)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Name = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[^\x00]*$")]
 
@@ -56,7 +62,7 @@ class Part(BaseModel):
     text: str = ""
 
 
-Content = str | list[Part]
+Content = str | Annotated[list[Part], Field(max_length=MAX_PARTS)]
 
 
 def text_of(content: Content | None, param: str) -> str:
@@ -84,7 +90,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Name | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_PARTS)] | None = None
     tool_call_id: Name | None = None
 
     def as_message(self) -> Message:
@@ -121,13 +127,13 @@ class Sampled(BaseModel):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=10)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIAS)] | None = None
     user: Name | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -230,11 +236,33 @@ def chat_of(body: Sampled, **more: Any) -> ChatRequest:
         raise RequestValidationError(error.errors()) from None
 
 
-def result_of(call_id: str, content: str, messages: Sequence[Json]) -> Json:
-    """The message of what a tool returned, by the name of the tool that was called in `messages` under this id."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    name = next((call["function"]["name"] for call in reversed(calls) if call.get("id") == call_id), None)
-    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+class Said:
+    """Messages of a chat that are put together from another form, behind those of `before`."""
+
+    def __init__(self, before: Sequence[Json] = ()) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._names: dict[str, str] = {}
+        for message in before:
+            self.add(message)
+
+    def add(self, message: Json) -> None:
+        """Add a message; its calls of tools are noted."""
+        self.messages.append({name: value for name, value in message.items() if name != "tool_calls"})
+        for call in message.get("tool_calls") or ():
+            self.add_call(call)
+
+    def add_call(self, call: Json) -> None:
+        """Add a call of a tool to the last message if it is the assistant's, else to a new one."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.add({"role": "assistant", "content": ""})
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+        if "id" in call:
+            self._names[call["id"]] = call["function"]["name"]
+
+    def add_result(self, call_id: str, content: str) -> None:
+        """Add what a tool returned, by the name of the tool that was called last under this id."""
+        name = self._names.get(call_id)
+        self.add({"role": "tool", "tool_call_id": call_id, "name": name, "content": content})
 
 
 def refuse(body: Sampled, offered: Mapping[str, Sequence[Any]]) -> None:
@@ -250,7 +278,7 @@ def refuse(body: Sampled, offered: Mapping[str, Sequence[Any]]) -> None:
 class TextRequest(Sampled):
     """A request of `/v1/completions`."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_PARTS)]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tunesmith.collect.store.records import Inference
 from tunesmith.collect.web.api import openai
 from tunesmith.collect.web.api.answering import Answering, Form
-from tunesmith.collect.web.api.openai import ChatRequest, Content, Json, Name, RefusedError, Sampled
+from tunesmith.collect.web.api.openai import ChatRequest, Content, Json, Name, RefusedError, Said, Sampled
 
 _LOGPROBS = "message.output_text.logprobs"
 _OFFERED: dict[str, Sequence[Any]] = {
@@ -41,18 +41,14 @@ class Item(BaseModel):
     arguments: str = "{}"
     output: Content | None = None
 
-    def add_to(self, messages: list[Json]) -> None:
+    def add_to(self, said: Said) -> None:
         """Add this item to messages of a chat. Raises RefusedError for one that is none of these."""
         if self.type == "message" and self.role:
-            messages.append({"role": self.role, "content": openai.text_of(self.content, "input")})
+            said.add({"role": self.role, "content": openai.text_of(self.content, "input")})
         elif self.type == "function_call" and self.call_id and self.name:
-            call = {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
-            is_more = bool(messages) and messages[-1]["role"] == "assistant"
-            said = messages.pop() if is_more else {"role": "assistant", "content": ""}
-            messages.append({**said, "tool_calls": [*(said.get("tool_calls") or ()), call]})
+            said.add_call({"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}})
         elif self.type == "function_call_output" and self.call_id:
-            content = openai.text_of(self.output, "input")
-            messages.append(openai.result_of(self.call_id, content, messages))
+            said.add_result(self.call_id, openai.text_of(self.output, "input"))
         elif self.type in ("message", "function_call", "function_call_output"):
             needed = {"message": "role", "function_call": "call_id and name"}.get(self.type, "call_id")
             raise RefusedError(400, f"an item of input is a {self.type} without {needed}", param="input")
@@ -90,7 +86,7 @@ class ResponsesRequest(Sampled):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=openai.MOST_TOP)] | None = None
-    include: list[str] | None = None
+    include: openai.Texts | None = None
     tools: Annotated[list[Tool], Field(max_length=openai.MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
@@ -103,13 +99,13 @@ class ResponsesRequest(Sampled):
         other = next((name for name in self.include or () if name != _LOGPROBS), None)
         if other is not None:
             raise RefusedError(400, f"include can have {_LOGPROBS!r}; {other!r} is not offered", param="include")
-        said = list(before)
+        said = Said(before)
         for item in [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
             item.add_to(said)
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return openai.chat_of(
             self,
-            messages=[*instructions, *said],
+            messages=[*instructions, *said.messages],
             max_tokens=self.max_output_tokens,
             tools=[tool.as_function() for tool in self.tools or ()],
             tool_choice=self.tool_choice,
@@ -121,7 +117,7 @@ class ResponsesRequest(Sampled):
 def continued(answered: Inference | None) -> list[Json]:
     """The messages of an earlier response's conversation, and its answer. Raises RefusedError if it is none."""
     if answered is None or "conversation" not in answered.options:
-        reason = "previous_response_id names no response of this key that was stored; send the conversation as input"
+        reason = "previous_response_id names no stored response of this key and user; send the conversation as input"
         raise RefusedError(400, reason, "previous_response_not_found", "previous_response_id")
     choice = answered.choices[0]
     return [*answered.options["conversation"], choice.message or {"role": "assistant", "content": choice.text}]

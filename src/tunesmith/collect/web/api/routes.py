@@ -3,7 +3,7 @@ ids, and TensorZero's of feedback.
 """
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -63,7 +63,7 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: Annotated[str, Field(max_length=1000)] = ""
-    token_ids: Annotated[list[openai.TokenId], Field(min_length=1)]
+    token_ids: Annotated[openai.TokenIds, Field(min_length=1)]
     sampling_params: GenerateSampling = GenerateSampling()
     stream: bool | None = None
 
@@ -139,7 +139,7 @@ def _add_answers(routes: APIRouter, endpoint: Endpoint, metrics: Metrics) -> Non
     @routes.post(CHAT)
     async def chat(request: HttpRequest, body: ChatRequest, caller: Caller, services: ServicesOf) -> Response:
         """Answer a conversation, whole or as a stream."""
-        answering = _chat(endpoint, metrics, services, caller, body)
+        answering = await run_in_threadpool(_chat, endpoint, metrics, services, caller, lambda: body)
         return await answered(request, answering, ChatForm(answering))
 
     @routes.post(TEXT)
@@ -169,30 +169,36 @@ def _add_other_forms(routes: APIRouter, endpoint: Endpoint, metrics: Metrics) ->
         """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream."""
         before: list[Json] = []
         if body.previous_response_id is not None:
-            name, speaker = body.previous_response_id, _speaker(caller)
+            # Of this user alone, also for a key: what is deleted of one may not stay in a conversation of another.
+            name, speaker = body.previous_response_id, Speaker(caller.id, keys.user_for(caller, body.user))
             found = await run_in_threadpool(services.votes.reader.inference, name)
             is_theirs = found is not None and speaker.may_see(found.rater_id, found.user)
             before = continued(found if is_theirs else None)
-        answering = _chat(endpoint, metrics, services, caller, body.as_chat(before))
+        answering = await run_in_threadpool(_chat, endpoint, metrics, services, caller, lambda: body.as_chat(before))
         return await answered(request, answering, ResponseForm(answering, body))
 
     @routes.post(MESSAGES)
     async def message(request: HttpRequest, body: MessagesRequest, caller: Caller, services: ServicesOf) -> Response:
         """Answer a conversation in the form of Anthropic's Messages API, whole or as a stream."""
-        answering = _chat(endpoint, metrics, services, caller, body.as_chat())
+        answering = await run_in_threadpool(_chat, endpoint, metrics, services, caller, body.as_chat)
         return await answered(request, answering, MessageForm(answering))
 
     @routes.post(COUNT)
     async def count(body: CountRequest, caller: Caller, services: ServicesOf) -> Json:
         """The number of tokens that the model would read."""
-        answering = _chat(endpoint, metrics, services, caller, body.as_chat())
+        answering = await run_in_threadpool(_chat, endpoint, metrics, services, caller, body.as_chat)
         async with aclosing(endpoint.draw([{**one, "n": 0} for one in answering.asked])) as replies:
             numbers = [len(reply["begun"]["prompt_ids"]) async for _, reply in replies]
         return {"input_tokens": sum(numbers)}
 
 
-def _chat(endpoint: Endpoint, metrics: Metrics, services: Services, caller: Rater, body: ChatRequest) -> Answering:
-    """A conversation that is to be answered. Raises RefusedError."""
+def _chat(
+    endpoint: Endpoint, metrics: Metrics, services: Services, caller: Rater, asked_for: Callable[[], ChatRequest]
+) -> Answering:
+    """The conversation `asked_for()` that is to be answered; for a thread, since it may be long. Raises RefusedError or
+    RequestValidationError.
+    """
+    body = asked_for()
     said = tuple(message.as_message() for message in body.messages)
     conversation = _conversation(caller, body, said)
     speakers = endpoint.two(body.model) if body.compare else [endpoint.model(body.model, conversation)]
