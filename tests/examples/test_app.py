@@ -257,3 +257,20 @@ def test_it_is_usable_on_a_phone_and_by_assistive_technology_in_both_colours(pag
     for width, scheme in looks(page):
         assert faults_of(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width, scheme
+
+
+def test_a_link_to_another_address_begins_a_new_chat_and_the_address_is_shown(page: Any, server: Server):
+    page.expected = ("ERR_CONNECTION_REFUSED", "Failed to load")
+    page.locator("#model", has_text=f"live at {urlsplit(server.facts['api']).netloc}").wait_for()
+    ask(page, "The film was")
+    page.get_by_role("button", name="Good answer").and_(page.locator(":enabled")).wait_for()
+    page.evaluate("location.hash = '#api=http://127.0.0.1:9/v1&token='")  # no token: nothing is taken from it
+    page.wait_for_function("location.hash === ''")
+    assert page.locator(".question").count() == 1
+    page.evaluate("location.hash = '#api=http://127.0.0.1:9/v1&token=ut-x'")
+    page.locator(".question").wait_for(state="detached")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.post_data or ""))
+    ask(page, "Hello")
+    page.locator(".turn .fault, #fault").filter(has_text="reached").first.wait_for()
+    assert not any("The film was" in body for body in asked)
