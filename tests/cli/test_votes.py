@@ -151,6 +151,22 @@ def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path):
     assert [json.loads(line) for line in labels.read_text().splitlines()] == rows[:1]
 
 
+@pytest.mark.parametrize("words", [("stats",), ("audit",), ("export", "out.jsonl"), ("prune", "--days", 3)])
+def test_a_database_of_something_else_is_refused_and_an_empty_one_has_no_votes_yet(
+    postgres: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "votes.db").touch()
+    for place in (("--dir", tmp_path), ("--database", postgres.new())):
+        code, _, error = run(capsys, "votes", *words, *place)
+        assert code == 2 and "holds no votes yet; name the one of a `tunesmith serve`" in error
+    url = postgres.new()
+    postgres.execute("CREATE TABLE recipes (id INTEGER)", url.partition("@/")[2].partition("?")[0])
+    code, _, error = run(capsys, "votes", *words, "--database", url)
+    assert code == 2 and "is a database of something else (tables recipes)" in error
+    assert not (tmp_path / "out.jsonl").exists() and not (tmp_path / "votes.db").stat().st_size
+
+
 def test_a_database_is_named_by_a_url_and_in_a_recipe_without_its_password(
     postgres: Any, tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
 ):

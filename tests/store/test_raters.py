@@ -58,7 +58,7 @@ def test_nobody_gets_a_name_under_which_a_user_or_a_deleted_person_is_found(stor
         # Exports hold the names of users of keys, which are imported elsewhere.
         *([lambda: store.import_votes(campaign(), [given])] if "eleted" in name else ()),
     ):
-        with pytest.raises(DataError, match="of the form that users of keys .* get; choose another"):
+        with pytest.raises(DataError, match=r"of the form that users of keys .* get; choose another"):
             way()
     assert [one.name for one in store.reader.raters()] == ["invite 1"]
     assert store.add_rater("user friendly").rater.name == "user friendly"

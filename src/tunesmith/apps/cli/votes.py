@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -267,13 +268,21 @@ def _place(options: Votes) -> str | Path:
 
 
 def reader_of(options: Votes) -> "VoteReader":
-    """A reader of the votes. Raises InputError if the folder has none."""
+    """A reader of the votes. Raises InputError if the folder or database has none."""
     from tunesmith.collect.store.vote_reader import VoteReader
 
     place = _place(options)
     if isinstance(place, Path) and not place.is_file():
         raise InputError(f"{place} does not exist; name the folder of a `tunesmith serve` or `votes import` in --dir")
-    return VoteReader.open(place)
+    reader = VoteReader.open(place)
+    with ExitStack() as opened:
+        opened.enter_context(reader)
+        if not reader.is_there():
+            raise InputError(
+                f"{reader.place} holds no votes yet; name the one of a `tunesmith serve` or `votes import`"
+            )
+        opened.pop_all()
+    return reader
 
 
 def _say(found: "VoteStats", output: Output) -> None:
