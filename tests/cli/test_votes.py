@@ -124,7 +124,7 @@ def test_versions_and_models_that_votes_compare_are_ranked(tmp_path: Path, capsy
     assert "against v0     v1: " in run(capsys, "votes", "stats", "--dir", tmp_path)[1]
 
 
-def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path):
+def test_feedback_is_counted_and_exported_with_what_it_is_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with VoteStore.open(tmp_path / "votes.db") as store:
         campaign = store.set_campaign(CampaignSettings())
         key = store.add_rater("app", key=KeySettings(("generate", "feedback"))).rater.id
@@ -136,6 +136,16 @@ def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path):
         for metric, value, choice in said:
             given = Feedback(metric=metric, value=value, inference="chatcmpl-1", choice=choice)
             store.give_feedback(campaign.id, given, Speaker(key))
+    told = run(capsys, "votes", "stats", "--dir", tmp_path)[1]
+    lines = [line.split(maxsplit=1)[1] for line in told.splitlines() if line.startswith("feedback")]
+    assert lines == ["comment on v2: 1", "stars on v2: 1, mean 4.5", "thumbs on v2: 1, 0% true"]
+    assert "feedback" not in run(capsys, "votes", "stats", "--dir", tmp_path, "--campaign", "default")[1]
+    counted = json.loads(run(capsys, "votes", "stats", "--dir", tmp_path, "--json")[1])["feedback"]
+    assert [(one["metric"], one["source"], one["share_true"], one["mean"]) for one in counted] == [
+        ("comment", "v2", None, None),
+        ("stars", "v2", None, 4.5),
+        ("thumbs", "v2", 0.0, None),
+    ]
     dest = tmp_path / "said.jsonl"
     assert main(["votes", "export", str(dest), "--dir", str(tmp_path), "--kind", "feedback"]) == 0
     rows = [json.loads(line) for line in dest.read_text().splitlines()]
