@@ -125,7 +125,7 @@ def test_versions_and_models_that_votes_compare_are_ranked(tmp_path: Path, capsy
     assert "against v0     v1: " in run(capsys, "votes", "stats", "--dir", tmp_path)[1]
 
 
-def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_feedback_is_counted_and_exported_with_what_it_is_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with VoteStore.open(tmp_path / "votes.db") as store:
         campaign = store.set_campaign(CampaignSettings())
         key = store.add_rater("app", key=KeySettings(("generate", "feedback"))).rater.id
@@ -137,6 +137,17 @@ def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path, capsys: pyte
         for metric, value, choice in said:
             given = Feedback(metric=metric, value=value, inference="chatcmpl-1", choice=choice)
             store.give_feedback(campaign.id, given, Speaker(key))
+    told = run(capsys, "votes", "stats", "--dir", tmp_path)[1]
+    lines = [line.split(maxsplit=1)[1] for line in told.splitlines() if line.startswith("feedback")]
+    assert lines == ["comment on v2: 1", "stars on v2: 1, mean 4.5", "thumbs on v2: 1, 0% true"]
+    assert "feedback" not in run(capsys, "votes", "stats", "--dir", tmp_path, "--campaign", "default")[1]
+    counted = json.loads(run(capsys, "votes", "stats", "--dir", tmp_path, "--json")[1])["feedback"]
+    assert [(one["metric"], one["source"], one["share_true"], one["mean"]) for one in counted] == [
+        ("comment", "v2", None, None),
+        ("stars", "v2", None, 4.5),
+        ("thumbs", "v2", 0.0, None),
+    ]
+    with VoteStore.open(tmp_path / "votes.db") as store:
         for metric, value in (("solved", False), ("pages", 3), ("solved", True), ("pages", None)):
             store.give_feedback(campaign.id, Feedback(metric=metric, value=value, episode="chat 7"), Speaker(key))
     dest = tmp_path / "said.jsonl"
@@ -166,6 +177,22 @@ def test_feedback_is_exported_with_what_it_is_about(tmp_path: Path, capsys: pyte
     ]
     code, _, err = run(capsys, "votes", "export", tmp_path / "said.parquet", "--dir", tmp_path, "--kind", "feedback")
     assert code == 2 and "`value` is a thumb, a number or a text, which parquet cannot hold together" in err
+
+
+@pytest.mark.parametrize("words", [("stats",), ("audit",), ("export", "out.jsonl"), ("prune", "--days", 3)])
+def test_a_database_of_something_else_is_refused_and_an_empty_one_has_no_votes_yet(
+    postgres: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "votes.db").touch()
+    for place in (("--dir", tmp_path), ("--database", postgres.new())):
+        code, _, error = run(capsys, "votes", *words, *place)
+        assert code == 2 and "holds no votes yet; name the one of a `tunesmith serve`" in error
+    url = postgres.new()
+    postgres.execute("CREATE TABLE recipes (id INTEGER)", url.partition("@/")[2].partition("?")[0])
+    code, _, error = run(capsys, "votes", *words, "--database", url)
+    assert code == 2 and "is a database of something else (tables recipes)" in error
+    assert not (tmp_path / "out.jsonl").exists() and not (tmp_path / "votes.db").stat().st_size
 
 
 def test_a_database_is_named_by_a_url_and_in_a_recipe_without_its_password(

@@ -106,6 +106,8 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path):
     connection.close()
     with pytest.raises(StoreError, match=r"something else.*recipes"):
         VoteStore.open(path)
+    with VoteReader.open(path) as reader, pytest.raises(StoreError, match=r"something else.*recipes"):
+        reader.votes_after(0)
 
 
 def test_a_damaged_file_is_named_and_left_alone(tmp_path: Path):

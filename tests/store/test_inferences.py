@@ -9,6 +9,7 @@ from tunesmith.base.core.errors import DataError, StoreError, UnknownPresentatio
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.inferences import Speaker
 from tunesmith.collect.store.records import EDITED, CampaignSettings, Choice, Feedback, Inference, KeySettings
+from tunesmith.collect.store.vote_stats import FeedbackStats
 from tunesmith.collect.store.votes import VoteStore
 
 PROMPT: Text = ({"role": "user", "content": "Name a colour."},)
@@ -212,3 +213,36 @@ def test_a_text_that_no_database_holds_and_equal_answers_are_refused(store: Vote
     with pytest.raises(DataError):
         say(store, key, "preference", {"better": 0, "worse": 1}, "chatcmpl-1")
     assert not store.reader.feedback_after(0)
+
+
+def test_effective_feedback_is_counted_by_metric_and_by_who_answered(store: VoteStore, key: int):
+    for number in range(4):
+        answered(store, key, f"a{number}", "Red.", "Blue.", episode="talk")
+    other = Choice("Green.", (5,), (-0.5,), (-0.4,), "stop", None, "model a run")
+    facts = {"rater_id": key, "model": "m", "prompt": "Say", "prompt_ids": (1,), "options": {}, "created_at": 1.0}
+    store.record(Inference(name="b", choices=(other,), **facts))  # type: ignore[arg-type]
+    for number in range(4):
+        say(store, key, "thumbs", number > 0, f"a{number}")
+    say(store, key, "thumbs", False, "a1")  # in place of true
+    say(store, key, "thumbs", None, "a0")
+    say(store, key, "thumbs", 3, "a0", choice=1)
+    say(store, key, "thumbs", True, "b")
+    for number, (name, value) in enumerate((("b", 1.5), ("a0", 1e300), ("a1", -(10**300)), ("a2", 3))):
+        say(store, key, "stars", value, name, tags={"number": str(number)})
+    say(store, key, "comment", "true", "b")
+    say(store, key, "comment", "7", "a0")
+    say(store, key, "preference", {"better": 0, "worse": 1}, "a0")
+    for value in (True, 4.0):
+        say(store, key, "solved", value, episode="talk")
+    found = [FeedbackStats(*one) for one in (
+        ("thumbs", "v3", 4, 3, 2 / 3, 1, 3.0),
+        ("stars", "v3", 3, 0, None, 3, 1.0),
+        ("comment", "a run", 1, 0, None, 0, None),
+        ("comment", "v3", 1, 0, None, 0, None),
+        ("solved", "", 1, 0, None, 1, 4.0),
+        ("stars", "a run", 1, 0, None, 1, 1.5),
+        ("thumbs", "a run", 1, 1, 1.0, 0, None),
+    )]  # fmt: skip
+    assert store.reader.feedback_stats() == found
+    with pytest.raises(VoteError, match="finite number"):
+        say(store, key, "stars", 10**400, "b")

@@ -138,6 +138,8 @@ def test_a_database_of_a_newer_release_or_of_something_else_is_left_alone(postgr
     postgres.execute("CREATE TABLE recipes (id INTEGER)", database_of(url))
     with pytest.raises(StoreError, match=r"something else.*recipes"):
         VoteStore.open(url)
+    with VoteReader.open(url) as reader, pytest.raises(StoreError, match=r"something else.*recipes"):
+        reader.votes_after(0)
     postgres.execute("DROP TABLE recipes", database_of(url))
     VoteStore.open(url).close()
     postgres.execute("UPDATE alembic_version SET version_num = 'votes_9999'", database_of(url))
@@ -153,16 +155,23 @@ def test_what_a_database_refuses_is_explained_without_the_password(
     postgres.execute(f"CREATE ROLE guarded LOGIN PASSWORD '{SECRET}'")
     url = postgres.new()
     guarded = url.replace("tunesmith@", f"guarded:{SECRET}@")
-    postgres.new("latin", "ENCODING 'LATIN1' TEMPLATE template0")
+    for name, encoding in (("latin", "LATIN1"), ("ascii", "SQL_ASCII")):
+        postgres.new(name, f"ENCODING '{encoding}' TEMPLATE template0")
     cases = {
         url.replace("tunesmith@", "guarded:wrong-word@"): "refuses the login.*PGPASSWORD",
         url.replace("tunesmith@", "nobody@"): "refuses the login",
         postgres.url("missing"): "no such database; create it",
         postgres.url("latin"): "encoding LATIN1.*--encoding UTF8",
+        postgres.url("ascii"): "encoding SQL_ASCII.*--encoding UTF8",
         guarded: "may not do this; make it the owner",
         f"postgresql://ann:{SECRET}@/votes?host={tmp_path}": "cannot be reached; is the server running",
         f"postgresql://ann:{SECRET}@127.0.0.1:1/votes": r"postgresql://ann@127\.0\.0\.1:1/votes cannot be reached",
         f"postgresql://ann:{SECRET}/x@host:port/votes": "cannot be read; write it as",
+        f"postgresql://ann:top@{SECRET}@host/votes": "cannot be read.*%40",
+        f"postgresql://ann:a@x{SECRET}/more@host/votes": "cannot be read.*%40",
+        f"postgresql://ann:a@b?{SECRET}@host/votes": "cannot be read.*%40",
+        f"postgresql://ann/{SECRET}@host/votes": "cannot be read.*%40",
+        f"postgresql://ann@host/votes?password=a@{SECRET}": "cannot be read.*%40",
         f"postgresql://ann:{SECRET}@host": "names no database",
         f"mysql://ann:{SECRET}@host/votes": r"mysql://\.\.\. is no database URL",
         f"postgresql://ann@127.0.0.1:1/votes?password={SECRET}": "cannot be reached",
@@ -171,6 +180,10 @@ def test_what_a_database_refuses_is_explained_without_the_password(
         with pytest.raises(StoreError, match=reason) as caught:
             VoteStore.open(given)
         assert SECRET not in str(caught.value) and "wrong-word" not in str(caught.value)
+    with VoteReader.open(postgres.url("ascii")) as reader, pytest.raises(StoreError, match="encoding SQL_ASCII"):
+        reader.votes_after(0)
+    escaped = driver.url_of("postgresql://ann:a%40b%2Fc@host/votes")
+    assert (escaped.password, driver.shown(escaped)) == ("a@b/c", "postgresql://ann@host/votes")
     postgres.execute(f"ALTER DATABASE {database_of(url)} OWNER TO guarded")
     postgres.execute("GRANT ALL ON SCHEMA public TO guarded", database_of(url))
     with VoteStore.open(guarded) as store:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tunesmith.collect.statistics.bradley_terry import Standing
     from tunesmith.collect.store.inbox import Chore
     from tunesmith.collect.store.vote_reader import VoteReader
-    from tunesmith.collect.store.vote_stats import Agreement, BiasTest, VoteStats
+    from tunesmith.collect.store.vote_stats import Agreement, BiasTest, FeedbackStats, VoteStats
 
 _log = get_logger(__name__)
 
@@ -77,7 +78,7 @@ class ExportVotesOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StatsOptions:
-    """Count votes; how far raters agree, what they lean to, and which versions and models win."""
+    """Count votes and feedback; how far raters agree, what they lean to, and which versions and models win."""
 
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     database: Annotated[str | None, DATABASE] = None
@@ -194,12 +195,16 @@ def stats(words: Sequence[str]) -> None:
     with reporting(as_json=options.json) as output, reader_of(options) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
         found, places = reader.stats(campaign_id), _leaderboard(options)
+        # It belongs to no campaign.
+        said = reader.feedback_stats() if campaign_id is None else []
         _say(found, output)
+        for each in said[:_MAX_SHOWN]:
+            output.say(f"feedback       {_feedback(each)}")
         base = next((visible(one.name) for one in places if one.low == one.high == 0.5), "")
         for one in places[:_MAX_SHOWN]:
             rate = one.note if one.win_rate is None else f"{one.win_rate:.0%} ({one.low:.0%} to {one.high:.0%})"
             output.say(f"against {base:<6} {visible(one.name)}: {rate}, {count_of(one.num_votes, 'vote')}")
-        output.finish({**asdict(found), "leaderboard": list(map(asdict, places))})
+        output.finish({**asdict(found), "leaderboard": list(map(asdict, places)), "feedback": list(map(asdict, said))})
 
 
 def prune(words: Sequence[str]) -> None:
@@ -266,13 +271,21 @@ def _place(options: Votes) -> str | Path:
 
 
 def reader_of(options: Votes) -> "VoteReader":
-    """A reader of the votes. Raises InputError if the folder has none."""
+    """A reader of the votes. Raises InputError if the folder or database has none."""
     from tunesmith.collect.store.vote_reader import VoteReader
 
     place = _place(options)
     if isinstance(place, Path) and not place.is_file():
         raise InputError(f"{place} does not exist; name the folder of a `tunesmith serve` or `votes import` in --dir")
-    return VoteReader.open(place)
+    reader = VoteReader.open(place)
+    with ExitStack() as opened:
+        opened.enter_context(reader)
+        if not reader.is_there():
+            raise InputError(
+                f"{reader.place} holds no votes yet; name the one of a `tunesmith serve` or `votes import`"
+            )
+        opened.pop_all()
+    return reader
 
 
 def _say(found: "VoteStats", output: Output) -> None:
@@ -294,6 +307,13 @@ def _say(found: "VoteStats", output: Output) -> None:
         dwell = "" if rater.median_dwell_ms is None else f", {rater.median_dwell_ms / 1000:.1f} s each"
         num_votes = count_of(rater.num_votes, "vote")
         output.say(f"rater          {visible(rater.name)}: {num_votes}, left {_bias(rater.left)}{gold}{dwell}")
+
+
+def _feedback(said: "FeedbackStats") -> str:
+    true = "" if said.share_true is None else f", {said.share_true:.0%} true"
+    mean = "" if said.mean is None else f", mean {said.mean:.3g}"
+    mixed = f" of {said.num_thumbs}" if true and said.num_thumbs < said.num else ""
+    return f"{visible(said.metric)} on {visible(said.source) or 'conversations'}: {said.num}{true}{mixed}{mean}"
 
 
 def _agreement(measure: "Agreement") -> str:

@@ -175,7 +175,7 @@ class ReadOnlyDatabase(Closeable):
 
         Raises StoreError if the database is damaged or of another release.
         """
-        if not self._is_there():
+        if not self.is_there():
             return nothing
         until_s = time.monotonic() + postgres.WAIT_S
         while True:
@@ -193,8 +193,11 @@ class ReadOnlyDatabase(Closeable):
         """Close all connections."""
         self._engine.dispose()
 
-    def _is_there(self) -> bool:
-        """True if the database has its tables. A file that was replaced (another inode) is checked again."""
+    def is_there(self) -> bool:
+        """True if the database has its tables. A file that was replaced (another inode) is checked again.
+
+        Raises StoreError if it is one of something else, or of a newer release.
+        """
         identity: object = "url"
         if self._path is not None:
             try:
@@ -208,7 +211,7 @@ class ReadOnlyDatabase(Closeable):
             self._engine.dispose()
             try:
                 with self._engine.connect() as connection, connection.begin():
-                    revision = _revision(connection, self.name, self.place, may_hold_others=True)
+                    revision = _revision(connection, self.name, self.place)
             except DBAPIError as error:
                 raise failure(self.place, error) from error
             if revision is None:
@@ -343,10 +346,10 @@ def _migrate(connection: Connection, name: DatabaseName, place: str) -> None:
     _start_ids_at_now(connection)
 
 
-def _revision(connection: Connection, name: DatabaseName, place: str, *, may_hold_others: bool = False) -> str | None:
+def _revision(connection: Connection, name: DatabaseName, place: str) -> str | None:
     tables = inspect(connection).get_table_names()
     if _VERSION_TABLE not in tables:
-        if tables and not may_hold_others:
+        if tables:
             raise StoreError(
                 f"{place} is a database of something else (tables {', '.join(tables[:5])}); choose another"
             )

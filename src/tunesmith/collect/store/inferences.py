@@ -5,9 +5,9 @@ and the statistics read: a `preference`, and a `demonstration`, which is better 
 """
 
 import hashlib
-import math
 import random
 import secrets
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -426,7 +426,7 @@ def _checked(said: Feedback) -> Feedback:
     elif metric == "preference":
         if not isinstance(value, Mapping):
             raise VoteError('the value of preference is an object such as {"better": 0, "worse": 1}')
-    elif not isinstance(value, bool | float | int) or not math.isfinite(value):
+    elif not isinstance(value, bool | float | int) or not abs(value) <= sys.float_info.max:  # nor nan
         raise VoteError(f"the value of {metric} is true or false (a thumb) or a finite number")
     return said
 

@@ -50,15 +50,20 @@ _READING = f"{_SETTINGS} SET default_transaction_isolation = 'repeatable read'; 
 
 
 def url_of(place: str) -> URL:
-    """The address of a database. Raises StoreError for another one."""
+    """The address of a database. Raises StoreError for another one, and for one that may be read in several ways."""
+    login, *after = place.partition("://")[2].split("@")
+    # A part of the password would be taken for the host, or for the database's name.
+    is_unclear = len(after) > 1 or (bool(after) and "/" in login)
     try:
-        url = make_url(place)
+        url = None if is_unclear else make_url(place)
     except (ArgumentError, ValueError):
+        url = None
+    if url is None:
         # Without its cause and without `place`: both may show the password.
         raise StoreError(
             f"the database's URL cannot be read; write it as {FORM}, and characters such as @ : / in a password as %40 "
             "%3A %2F"
-        ) from None
+        )
     if url.drivername not in _DRIVERS:
         raise StoreError(f"{url.drivername}://... is no database URL that is known; give a path, or {FORM}")
     if not url.database:
@@ -84,16 +89,20 @@ def engine_of(url: URL, *, writes: bool) -> Engine:
             f"psycopg cannot be used ({error}); run `pip install 'tunesmith[{EXTRA_OF['psycopg']}]'`"
         ) from error
 
-    def prepare(raw: Any, _: object) -> None:
+    def check_encoding(raw: Any, _: object) -> None:
         encoding = raw.info.parameter_status("server_encoding")
         if encoding != "UTF8":
             raise StoreError(
                 f"{shown(url)} has the encoding {encoding}, which cannot hold every text; create it with "
                 "`createdb --encoding UTF8 --template template0`"
             )
+
+    def prepare(raw: Any, _: object) -> None:
         raw.execute(_WRITING if writes else _READING)
         raw.commit()
 
+    # The first of all: what SQLAlchemy asks of a new connection comes as bytes if there is no encoding (SQL_ASCII).
+    event.listen(engine, "connect", check_encoding, insert=True)
     event.listen(engine, "connect", prepare)
     return engine
 

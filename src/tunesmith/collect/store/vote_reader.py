@@ -220,6 +220,10 @@ class VoteReader(ReadOnlyDatabase):
         moment = or_now(now)
         return self.read(lambda c: vote_stats.vote_stats(c, campaign_id, moment), vote_stats.NO_VOTES)
 
+    def feedback_stats(self) -> list[vote_stats.FeedbackStats]:
+        """Effective feedback by metric, and by the version or model that answered; it belongs to no campaign."""
+        return self.read(vote_stats.feedback_stats, [])
+
     def export(
         self, campaign_id: int | None = None, *, include_gold: bool = False, include_bad: bool = True
     ) -> Iterator[ExportRow]:

@@ -8,13 +8,28 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Table, exists, func, select, true
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    FromClause,
+    Numeric,
+    Table,
+    Text,
+    case,
+    cast,
+    exists,
+    func,
+    select,
+    true,
+)
 
 from tunesmith.collect.store.queue import knows_side
-from tunesmith.collect.store.records import Campaign, Progress
+from tunesmith.collect.store.records import MODEL_SOURCE, Campaign, Progress
 from tunesmith.collect.store.tables import (
     candidates,
     demonstrations,
+    feedback,
+    inference_choices,
     item_candidates,
     items,
     presentations,
@@ -25,6 +40,9 @@ from tunesmith.collect.store.tables import raters as raters_table
 
 MAX_RATER_PAIRS = 200
 """Number of rater pairs whose kappa is listed: those with the most items in common."""
+
+MAX_FEEDBACK = 1000
+"""Most rows of `feedback_stats`: names of metrics are any texts."""
 
 FIRST, SECOND = "first", "second"
 """Judgements of a pair that prefer either answer of the item."""
@@ -102,6 +120,21 @@ class VoteStats:
     left: BiasTest
     longer: BiasTest
     raters: Sequence[RaterStats]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackStats:
+    """Effective feedback of a `metric` on answers of one `source`, a version or a model; on conversations as a whole if
+    that is empty. `num` of it, of which some are thumbs, some grades, and the rest texts.
+    """
+
+    metric: str
+    source: str
+    num: int
+    num_thumbs: int
+    share_true: float | None
+    num_grades: int
+    mean: float | None
 
 
 def krippendorff_alpha(units: Sequence[Sequence[Hashable]]) -> Agreement:
@@ -212,6 +245,52 @@ def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> V
         kappas=_kappas(units, names),
         raters=_rater_stats(judged, [*gold, *gold_of_rankings], names),
         **_summary(judged),
+    )
+
+
+def feedback_stats(connection: Connection) -> list[FeedbackStats]:
+    """Effective feedback by metric and source, at most `MAX_FEEDBACK` rows: those of the metrics and sources with the
+    most. What was withdrawn is none, and a preference is a vote.
+    """
+    later, choices, table = feedback.alias(), inference_choices, feedback
+    said = cast(table.c.value_json, Text)
+    is_thumb = said.in_(("true", "false"))
+    is_grade = ~is_thumb & table.c.metric.not_in(("comment", "demonstration"))
+    num = func.count().label("num")
+    values = (
+        num,
+        func.count(case((is_thumb, 1))).label("num_thumbs"),
+        func.avg(case((said == "true", 1.0), (said == "false", 0.0))).label("share_true"),
+        func.count(case((is_grade, 1))).label("num_grades"),
+        func.avg(case((is_grade, cast(said, Numeric(asdecimal=False))))).label("mean"),
+    )
+    is_said = table.c.metric != "preference", table.c.value_json.is_not(None)
+    same = [getattr(later.c, name) == table.c[name] for name in ("choice", "rater_id", "metric")]
+
+    def found(about: ColumnElement[bool], rows: FromClause, *by: ColumnElement[Any]) -> Any:
+        is_last = ~exists().where(about, *same, later.c.revision > table.c.revision)
+        query = select(*by, *values).select_from(rows).where(*is_said, is_last).group_by(*by)
+        return query.order_by(num.desc(), *by).limit(MAX_FEEDBACK)
+
+    is_choice = (choices.c.inference_id == table.c.inference_id) & (choices.c.position == table.c.choice)
+    is_same_answer = later.c.inference_id == table.c.inference_id
+    of_answers = found(is_same_answer, table.join(choices, is_choice), table.c.metric, choices.c.source_id)
+    is_same_talk = later.c.inference_id.is_(None) & (later.c.episode == table.c.episode)
+    of_talks = found(is_same_talk, table, table.c.metric).where(table.c.inference_id.is_(None))
+    rows = [_feedback_of(row, row.source_id) for row in connection.execute(of_answers)]
+    rows += [_feedback_of(row, "") for row in connection.execute(of_talks)]
+    return sorted(rows, key=lambda one: (-one.num, one.metric, one.source))[:MAX_FEEDBACK]
+
+
+def _feedback_of(row: Any, source_id: str) -> FeedbackStats:
+    return FeedbackStats(
+        metric=row.metric,
+        source=source_id.removeprefix(MODEL_SOURCE),
+        num=row.num,
+        num_thumbs=row.num_thumbs,
+        share_true=None if row.share_true is None else float(row.share_true),
+        num_grades=row.num_grades,
+        mean=None if row.mean is None else float(row.mean),
     )
 
 
