@@ -202,7 +202,7 @@ def test_a_trial_survives_a_restart_and_ends_with_a_rollback(tmp_path: Path) -> 
             assert all(torch.equal(one, other) for one, other in zip(before, weights(loop), strict=True))
             loop.next_action()
             record = people.runs.versions()[1]
-            assert record.note.startswith("tried on 50% of the conversations: 0 of 0 thumbs up") and record.is_only_tried
+            assert record.note.startswith("tried on 50% of the conversations: 0 of 0 thumbs") and record.is_only_tried
             assert "evidence that it is worse 1, " in record.note and record.note.endswith(", each decides at 20")
             people.store.command("rollback", "0", people.rater_id)
             loop.next_action()
