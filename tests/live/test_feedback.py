@@ -201,11 +201,18 @@ def test_a_trial_survives_a_restart_and_ends_with_a_rollback(tmp_path: Path) -> 
             assert (loop.position.tried, loop.position.serving) == (1, 0) and (tmp_path / TRIAL).exists()
             assert all(torch.equal(one, other) for one, other in zip(before, weights(loop), strict=True))
             loop.next_action()
-            assert people.runs.versions()[1].note.startswith("tried on 50%")
+            record = people.runs.versions()[1]
+            assert record.note.startswith("tried on 50% of the conversations: 0 of 0 thumbs") and record.is_only_tried
+            assert "evidence that it is worse 1, " in record.note and record.note.endswith(", each decides at 20")
             people.store.command("rollback", "0", people.rater_id)
             loop.next_action()
             assert not loop.position.tried and not (tmp_path / TRIAL).exists()
-            assert "not decided" in people.runs.versions()[1].note
+            record = people.runs.versions()[1]
+            assert "not decided: the trainer went back to version 0" in record.note and record.is_only_tried
+            people.store.command("rollback", "1", people.rater_id)
+            loop.next_action()
+            record = people.runs.versions()[1]
+            assert record.serving and not record.is_only_tried
 
 
 def test_without_feedback_the_held_out_votes_decide_and_nothing_waits_for_ever() -> None:

@@ -288,7 +288,8 @@ def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_fro
             assert same(files, weights(loop))
             served = [version for version in people.runs.versions() if version.serving]
             assert loop.position.num_votes == served[0].num_votes == 8 * target
-            assert [version.version for version in served] == [target] and "gone back" in served[0].note
+            assert [version.version for version in served] == [target]
+            assert served[0].note.startswith(f"went back to version {target} from version ")
             assert people.runs.offers_after(0, 1000)[-1].version == target
         people.store.command("rollback", "77", people.rater_id)
         people.store.command("rollback", "nothing", people.rater_id)

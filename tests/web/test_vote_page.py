@@ -198,9 +198,15 @@ def test_new_pairs_appear_by_themselves(serve, visit):
     server = serve()
     page = visit.open(server)
     page.get_by_text("Nothing to judge right now").wait_for()
+    assert not page.get_by_role("button", name="Undo the last vote").is_visible()
     with RunStore.open(server.folder / "runs.db") as runs:
         runs.add_offers([NewOffer(0, "Prompt 7", (Candidate("a"), Candidate("b")))])
     assert number(page) == 7
+    press(page, "1")
+    page.get_by_role("button", name="Undo the last vote").wait_for()
+    wait_until_sent(page, 1)
+    page.reload()
+    page.get_by_role("button", name="Undo the last vote").wait_for()
 
 
 def test_anyone_can_use_it_at_any_width(serve, visit):

@@ -8,7 +8,7 @@ import pytest
 
 from page_parts import faults_of, looks
 from server_parts import Trainer
-from tunesmith.collect.store.records import Candidate, NewItem, PolicyVersion
+from tunesmith.collect.store.records import TRIED, Candidate, NewItem, PolicyVersion
 from tunesmith.collect.store.runs import RunStore
 from tunesmith.collect.store.vote_reader import VoteReader
 from watch_parts import client_of, label, num_drawn
@@ -103,11 +103,28 @@ def test_an_admin_rolls_back_after_being_asked(watch, server, trainer):
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     row.get_by_role("button").click()
     page.get_by_role("dialog").get_by_role("button", name="Roll back").click()
-    page.get_by_text("The trainer was asked to go back to version 1").wait_for()
+    page.get_by_text("The trainer was asked to serve version 1").wait_for()
     reader = VoteReader.open(server.folder / "votes.db")
     assert [(one.kind, one.argument) for one in reader.commands_after(0)] == [("rollback", "1")]
     serve_versions(trainer, serving=1)
     page.locator("tr.serving[data-version='1']").wait_for()
+
+
+def test_a_version_on_trial_is_served_and_not_gone_back_to(watch, server, trainer):
+    serve_versions(trainer)
+    note = f"{TRIED}20% of the conversations"
+    trainer.add_version(PolicyVersion(version=3, created_at=1_800_000_009.0, kl=-0.02, note=note))
+    page = watch()
+    row = page.locator("tr[data-version='3']")
+    row.wait_for()
+    assert row.locator("td").all_inner_texts()[3:6] == ["0", "0", note]
+    assert page.get_by_role("button", name="Roll back to version 1").count() == 1
+    row.get_by_role("button", name="Serve version 3").click()
+    dialog = page.get_by_role("dialog", name="Serve version 3?")
+    dialog.get_by_text("will serve that version to everybody").wait_for()
+    assert faults_of(page) == []
+    dialog.get_by_role("button", name="Serve").click()
+    page.get_by_text("The trainer was asked to serve version 3").wait_for()
 
 
 def test_a_rater_sees_versions_but_no_way_to_roll_back(visit, server, trainer):

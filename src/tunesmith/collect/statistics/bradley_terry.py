@@ -31,7 +31,7 @@ other in 95 % of cases), but it keeps a version that never lost finite."""
 WALK_STDS = (0.15, 0.3, 0.6, 1.2, 2.4)
 """Standard deviations of the step from one version to the next, in nats; the votes say how likely each is."""
 
-NOT_COMPARABLE = "no chain of votes leads to the base"
+NOT_COMPARABLE = "not yet compared with the base by votes"
 """The note of a version or model without a win rate."""
 
 _VERSION = re.compile(r"v(0|[1-9]\d{0,8})")

@@ -217,7 +217,7 @@ def _version(one: PolicyVersion, standing: Json | None) -> Json:
     for name in ("path", "last_vote_id", "last_feedback_id", "last_request_id"):
         del facts[name]
     measured = None if rate is None else {"win_rate": rate, "low": low, "high": high}
-    return {**facts, "measured": measured, "from_votes": standing}
+    return {**facts, "measured": measured, "from_votes": standing, "is_only_tried": one.is_only_tried}
 
 
 def pictures(names: Sequence[str], recent: Mapping[str, float | None] = MappingProxyType({})) -> list[Json]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from tunesmith.base.config.algorithms.live import LiveCanarySection
 from tunesmith.collect.statistics.sequential import Tally, evidence_against
+from tunesmith.collect.store.records import TRIED
 from tunesmith.learn.live.feedback import LabelledAnswer
 
 Verdict = Literal["serve", "take_back", "wait"]
@@ -54,8 +55,8 @@ def decide(trial: Trial, section: LiveCanarySection, now: float) -> tuple[Verdic
     worse = evidence_against(tried, served, 0.0, is_lower=False)
     good = evidence_against(tried, served, -section.margin, is_lower=True)
     figures = (
-        f"{_share(tried)} thumbs up, the served version {_share(served)}; e-values {_shown(worse)} that it is worse, "
-        f"{_shown(good)} that it is not worse by {section.margin:g}"
+        f"{_share(tried)} thumbs up, the served version {_share(served)}; evidence that it is worse {_shown(worse)}, "
+        f"that it is not worse by {section.margin:g} or more {_shown(good)}, each decides at {1 / section.p_value:g}"
     )
     if section.share == 0:
         return "serve", f"trials were switched off: {figures}"
@@ -70,7 +71,7 @@ def decide(trial: Trial, section: LiveCanarySection, now: float) -> tuple[Verdic
         return "serve", f"{wait}, so the held-out votes decide: {figures}"
     if now - trial.begun_at >= section.most_s:
         return "take_back", f"not decided after {section.most_s:g} s: {figures}"
-    return "wait", f"tried on {section.share:.0%} of the conversations: {figures}"
+    return "wait", f"{TRIED}{section.share:.0%} of the conversations: {figures}"
 
 
 def _share(tally: Tally) -> str:

@@ -16,7 +16,7 @@ from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.trace import span
 from tunesmith.base.runs.checkpoint import Checkpoint, snapshot
 from tunesmith.collect.statistics.intervals import mcnemar, proportion_interval
-from tunesmith.collect.store.records import Deleted, PolicyVersion
+from tunesmith.collect.store.records import TRIED, Deleted, PolicyVersion
 from tunesmith.engine.models.export import ModelCard
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.lora import trained_parameters
@@ -279,11 +279,13 @@ class Versions:
             _log.warning("cannot go back to version %d: its weights are not kept; there are %s", number, known)
             return False
         if position.tried not in (0, number):
-            self.note_trial(f"not decided: version {number} was gone back to")
+            self.note_trial(f"{TRIED}some conversations, not decided: the trainer went back to version {number}")
         self.load_weights(number)
         known = self.find(number) or self.folder.runs.version(number)
         found = known or PolicyVersion(number, time.time(), path=str(path) if number else "")
-        note = f"gone back to from version {position.version}"
+        is_tried = number != 0 and position.tried == number
+        from_where = f"went back to version {number} from version {position.version}"
+        note = "an admin ended its trial" if is_tried else from_where
         version = replace(found, serving=True, accepted=True, note=note)
         position.serving, position.num_votes, position.tried = number, version.num_votes, 0
         self.remember(version)

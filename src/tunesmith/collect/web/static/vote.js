@@ -87,7 +87,9 @@ async function refill() {
   mustRefill = false;
   clearTimeout(pollTimer);
   try {
-    showProgress(await queue.fill());
+    const progress = await queue.fill();
+    showProgress(progress);
+    $("undo-last").hidden = !(progress.num_votes || history.length || outbox.size);
     if ((queue.current?.token ?? null) !== seen.token) show();
     $("nothing").hidden = Boolean(queue.current);
   } catch (error) {

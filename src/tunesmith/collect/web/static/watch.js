@@ -229,10 +229,11 @@ function showVersions(data) {
 
 function versionRow(one) {
   const served = one.serving ? "serving" : one.accepted ? "" : "turned down";
-  const button = html("button", { type: "button", "aria-label": `Roll back to version ${one.version}` }, "Roll back");
+  const words = wordsOf(one);
+  const button = html("button", { type: "button", "aria-label": words.title }, words.button);
   button.addEventListener("click", () => askBeforeRollback(one));
   const mark = one.learnt_deleted ? "learnt from data that was deleted since" : "";
-  const words = [[served, one.note].filter(Boolean).join(": "), mark].filter(Boolean).join("; ");
+  const told = [[served, one.note].filter(Boolean).join(": "), mark].filter(Boolean).join("; ");
   const rate = one.shown ? interval(one.shown) : one.from_votes?.note || "–";
   return html(
     "tr",
@@ -241,17 +242,26 @@ function versionRow(one) {
     html("td", {}, new Date(one.created_at * 1000).toLocaleString([], MOMENT)),
     html("td", {}, rate),
     html("td", {}, one.heldout_accuracy === null ? "–" : percent(one.heldout_accuracy)),
-    html("td", {}, one.kl === null ? "–" : short(one.kl)),
+    html("td", {}, one.kl === null ? "–" : short(Math.max(0, one.kl))),
     html("td", {}, String(one.num_votes)),
-    html("td", { class: "words" }, words || "–"),
+    html("td", { class: "words" }, told || "–"),
     "mayRollBack" in $("watch").dataset ? html("td", {}, one.serving || !one.accepted ? null : button) : null,
   );
 }
 
-function askBeforeRollback({ version }) {
+/** The words of the button that has a version served: one that was only tried is not gone back to. */
+function wordsOf({ version, is_only_tried: isOnlyTried }) {
+  if (isOnlyTried) return { button: "Serve", title: `Serve version ${version}`, effect: "serve that version to everybody" };
+  return { button: "Roll back", title: `Roll back to version ${version}`, effect: "serve that version again" };
+}
+
+function askBeforeRollback(one) {
   const dialog = $("rollback");
-  $("rollback-version").textContent = String(version);
-  dialog.dataset.version = version;
+  const { button, title, effect } = wordsOf(one);
+  $("rollback-title").textContent = `${title}?`;
+  $("rollback-effect").textContent = `The trainer will ${effect} and go on from its weights. Votes stay, and no version is removed.`;
+  $("rollback-yes").textContent = button;
+  dialog.dataset.version = one.version;
   dialog.returnValue = "";
   dialog.showModal();
 }
@@ -260,7 +270,7 @@ async function rollBack(version) {
   const answer = $("rollback-done");
   try {
     await call("POST", `versions/${version}/rollback`);
-    answer.textContent = `The trainer was asked to go back to version ${version}; it does so before its next update.`;
+    answer.textContent = `The trainer was asked to serve version ${version}; it does so before its next update.`;
   } catch (error) {
     answer.textContent = `Version ${version} was not asked for: ${error.message}`;
   }
