@@ -7,7 +7,7 @@ import pytest
 
 from tunesmith.base.core.errors import DataError, StoreError, UnknownPresentationError, VoteError
 from tunesmith.base.schema.records import Text
-from tunesmith.collect.store.inferences import Speaker
+from tunesmith.collect.store.inferences import PREFERENCES, Speaker
 from tunesmith.collect.store.records import EDITED, CampaignSettings, Choice, Feedback, Inference, KeySettings
 from tunesmith.collect.store.vote_stats import FeedbackStats
 from tunesmith.collect.store.votes import VoteStore
@@ -210,8 +210,11 @@ def test_a_text_that_no_database_holds_and_equal_answers_are_refused(store: Vote
     answered(store, key, "chatcmpl-1", "Red.", "Red.")
     with pytest.raises(DataError):
         say(store, key, "comment", "a\x00b", "chatcmpl-1")
-    with pytest.raises(DataError):
-        say(store, key, "preference", {"better": 0, "worse": 1}, "chatcmpl-1")
+    for verdict in PREFERENCES:
+        with pytest.raises(VoteError, match="the two answers are the same text"):
+            say(store, key, "preference", {"better": 0, "worse": 1, "verdict": verdict}, "chatcmpl-1")
+    with pytest.raises(VoteError, match="the correction equals the answer"):
+        say(store, key, "demonstration", "Red.", "chatcmpl-1")
     assert not store.reader.feedback_after(0)
 
 

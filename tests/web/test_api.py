@@ -20,6 +20,7 @@ from tunesmith.collect.store.records import KeySettings
 from tunesmith.collect.store.runs import RunReader, RunStore
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.api.endpoint import Collected, Endpoint
+from tunesmith.collect.web.api.metrics import Metrics
 from tunesmith.collect.web.api.openai import RefusedError, message_of
 from tunesmith.collect.web.arena import Contestant, of_live_loop, tried_in
 from tunesmith.collect.web.drawing import Drawer
@@ -207,7 +208,11 @@ def test_keys_are_made_and_ended_by_an_admins_key_while_the_server_runs(owner):
     assert app.send("GET", "/v1/keys").status == 403 and app.send("GET", "/v1/feedback").status == 403
     assert server.admin().send("GET", "/v1/keys").status == 403  # a login of the pages is no key
     assert admin.send("POST", "/v1/keys", {"name": "APP"}).status == 409
-    assert admin.send("POST", "/v1/keys", {"name": "x", "scopes": ["all"]}).status == 400
+    wrong = admin.send("POST", "/v1/keys", {"name": "x", "scopes": ["all"]})
+    told = "body.scopes.0: Input should be 'generate', 'feedback' or 'admin'"
+    assert (wrong.status, wrong.json["error"]["message"]) == (400, told)
+    empty = admin.send("POST", "/v1/keys", {"name": "x", "scopes": []})
+    assert empty.status == 400 and "at least 1 item" in empty.json["error"]["message"]
     shown = admin.send("GET", "/v1/keys")
     assert [one["name"] for one in shown.json["data"]] == ["owner", "app"]
     assert made.json["key"].encode() not in shown.body
@@ -237,7 +242,8 @@ def test_a_token_of_a_user_asks_and_judges_as_that_user_alone(owner):
     assert ask(ada, user="ada").status == 200
     refused = ask(ada, user="bob")
     assert refused.status == 403 and refused.json["error"]["param"] == "user"
-    assert ask(bob).status == 403  # may give feedback alone
+    refused = ask(bob)
+    assert refused.status == 403 and refused.json["error"]["message"].endswith("this is a token of a user for feedback")
     his = ask(app, user="bob").json["id"]
     better = {"metric_name": "preference", "value": {"better": 0, "worse": 1}}
     worse = {"metric_name": "preference", "value": {"better": 1, "worse": 0}}
@@ -256,9 +262,11 @@ def test_a_token_of_a_user_asks_and_judges_as_that_user_alone(owner):
     content, _, signature = ada.token.removeprefix("ut-").partition(".")
     forged = base64.urlsafe_b64encode(base64.urlsafe_b64decode(content).replace(b"ada", b"bob")).decode()
     for wrong in (f"ut-{forged}.{signature}", f"ut-{content}", "ut-", "ut-\u00e9.x"):
-        assert Client(server.url, wrong).send("GET", "/v1/models").status == 401
+        unknown = Client(server.url, wrong).send("GET", "/v1/models")
+        assert unknown.status == 401 and "this token of a user is unknown" in unknown.json["error"]["message"]
     assert admin.send("DELETE", "/v1/keys/app").status == 204
     assert ada.send("GET", "/v1/models").status == 401
+    assert "this key of the API is unknown" in app.send("GET", "/v1/models").json["error"]["message"]
 
 
 def test_a_key_has_its_requests_of_a_minute_and_its_tokens_of_a_day_also_after_a_restart(owner):
@@ -324,13 +332,53 @@ def test_what_is_drawn_ends_when_the_client_goes(client, key):
     with client.chat.completions.create(**options, stream=True) as stream:
         next(iter(stream))
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.2).chat.completions.create(**options)
+        client.with_options(timeout=0.05).chat.completions.create(**options)
     deadline = time.monotonic() + 20
     while (now := figures(key))["tunesmith_open_requests"] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert now["tunesmith_open_requests"] == 0
-    assert now['tunesmith_tokens_total{kind="drawn"}'] - before['tunesmith_tokens_total{kind="drawn"}'] < 2 * 16 * 150
+    drawn = 'tunesmith_tokens_total{kind="drawn"}'
+    assert now[drawn] - before.get(drawn, 0) < 2 * 16 * 150
+    failed = 'tunesmith_requests_total{end="failed"}'
+    assert now.get(failed) == before.get(failed)
     assert client.chat.completions.create(**OPTIONS).choices
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_whose_client_goes_counts_as_stopped(tmp_path, is_stream):
+    with Drawer(tmp_path / "log") as drawer:
+        metrics = Metrics(Endpoint(drawer, lambda: [], "m"))
+
+        async def replies():
+            with metrics.request():
+                yield 0
+                await asyncio.sleep(3600)
+
+        async def go():
+            drawn = replies()
+            await anext(drawn)
+            if is_stream:
+                await drawn.aclose()
+                return
+            task = asyncio.create_task(anext(drawn))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(go())
+    assert b'tunesmith_requests_total{end="stopped"} 1.0' in metrics.text()
+    assert b"failed" not in metrics.text()
+
+
+def test_a_prompt_that_is_too_long_counts_as_refused(client, key):
+    name, before = 'tunesmith_requests_total{{end="{}"}}'.format, figures(key)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.chat.completions.create(**{**OPTIONS, "max_tokens": 10_000}, stream=stream)
+    now = figures(key)
+    assert now[name("refused")] - before.get(name("refused"), 0) == 2
+    assert now.get(name("failed")) == before.get(name("failed"))
 
 
 def test_a_process_that_dies_costs_what_it_drew_and_the_next_request_has_another(served, client):

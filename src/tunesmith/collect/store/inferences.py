@@ -477,6 +477,10 @@ class _About:
             item, verdict = self._pair(connection, said, value)
             if not all(isinstance(part, str) for one in _messages(item.prompt) for part in one.values()):
                 return  # a prompt with calls of tools, which no page can show
+            if item.candidates[0].text == item.candidates[1].text:
+                is_correction = said.metric == "demonstration"
+                equal = "the correction equals the answer" if is_correction else "the two answers are the same text"
+                raise VoteError(f"{equal}; there is nothing to compare, so give another one")
             answering = answering_pair(connection, rng, campaign_id, item, rater_id, now, SIDES_UNKNOWN)
             if is_withdrawn:
                 answering.withdraw(None)

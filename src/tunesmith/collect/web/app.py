@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from fastapi import FastAPI, Request
@@ -211,7 +212,17 @@ async def _explain_refusal(request: Request, error: Exception) -> Response:
 async def _explain_validation(request: Request, error: Exception) -> Response:
     """A validation error without the invalid input, which may be large or not encodable as UTF-8."""
     assert isinstance(error, RequestValidationError), "registered for this error alone"
+    errors = error.errors()
+    places = [complaint["loc"] for complaint in errors]
+
+    def follows(complaint: Any) -> bool:
+        """True if a list is too short because a value in it is wrong, which is told already."""
+        num, loc = len(complaint["loc"]), complaint["loc"]
+        return complaint["type"] == "too_short" and any(len(place) > num and place[:num] == loc for place in places)
+
     complaints = [
-        f"{'.'.join(str(part) for part in complaint['loc'])}: {complaint['msg']}" for complaint in error.errors()[:8]
-    ]
+        f"{'.'.join(str(part) for part in complaint['loc'])}: {complaint['msg']}"
+        for complaint in errors
+        if not follows(complaint)
+    ][:8]
     return refusal(request, 400 if access.is_api(request.scope["path"]) else 422, "; ".join(complaints))

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunesmith.collect.store.records import KeyUser, Rater
 from tunesmith.collect.web.access import RouteTable, Rule, is_api
-from tunesmith.collect.web.logins import Logins, RateLimits, bearer_of
+from tunesmith.collect.web.logins import USER_PREFIX, Logins, RateLimits, bearer_of
 from tunesmith.collect.web.proxies import forwarded_host, names_of, root_of
 from tunesmith.collect.web.services import refusal, wants_page
 from tunesmith.collect.web.settings import ServerSettings
@@ -159,7 +159,8 @@ class Guard:
             wait_s = self._logins.refuse(address_of(request))
             if wait_s:
                 raise _too_many(wait_s)
-            what = "key of the API" if is_api(request.scope["path"]) else "login"
+            key = "token of a user" if bearer.startswith(USER_PREFIX) else "key of the API"
+            what = key if is_api(request.scope["path"]) else "login"
             raise HTTPException(401, f"this {what} is unknown, has expired or was ended", _LOG_IN)
         return caller
 
@@ -213,14 +214,16 @@ def _check_access(rule: Rule, caller: Rater) -> None:
     """Raise HTTPException 403 if the caller may not use this route."""
     if not is_api(rule.path):
         if caller.scopes is not None:
-            raise HTTPException(403, "this is a key of the API; pages want the login of a person")
+            what = "token of a user of a key" if isinstance(caller, KeyUser) else "key"
+            raise HTTPException(403, f"this is a {what} of the API; pages want the login of a person")
         if rule.access == "admin" and not caller.is_admin:
             raise HTTPException(403, "only an admin may do this")
     elif rule.access == "key" and caller.scopes is not None:
         if isinstance(caller, KeyUser):
             raise HTTPException(403, "this needs a key of the API, and this is a token of a user of one")
     elif rule.access not in (caller.scopes or ()) and "admin" not in (caller.scopes or ()):
-        known = "the login of a person" if caller.scopes is None else f"a key for {', '.join(caller.scopes)}"
+        what = "token of a user" if isinstance(caller, KeyUser) else "key"
+        known = "the login of a person" if caller.scopes is None else f"a {what} for {', '.join(caller.scopes)}"
         raise HTTPException(403, f"this needs a key of the API with the scope {rule.access}, and this is {known}")
 
 

@@ -1,5 +1,6 @@
 """Figures of the API for Prometheus."""
 
+import asyncio
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 
 from tunesmith.collect.store.records import StoredFeedback
 from tunesmith.collect.web.api.endpoint import Endpoint
-from tunesmith.collect.web.api.openai import Json
+from tunesmith.collect.web.api.openai import Json, RefusedError
 
 _FIRST_TOKEN_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _REQUEST_S = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300)
@@ -52,8 +53,11 @@ class Metrics:
         try:
             yield timer
             end = "answered"
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):  # the client went away
             end = "stopped"
+            raise
+        except RefusedError as error:
+            end = "refused" if error.status_code < 500 else "failed"
             raise
         finally:
             self._requests.labels(end).inc()
