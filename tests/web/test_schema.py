@@ -13,6 +13,7 @@ from tunesmith.apps.workflows import model_worker
 from tunesmith.collect.store.records import Candidate, NewItem
 from tunesmith.collect.web import drawing
 from tunesmith.collect.web.access import API, is_api
+from tunesmith.collect.web.api.endpoint import Endpoint
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -78,7 +79,9 @@ def _check_form(path, answer):
         )
 
 
-CALL = {"name": "f", "arguments": '{"a": 1}'}
+CALL = {"name": "f", "arguments": {"a": 1, "b": ["c"]}}
+"""Its arguments are sent as JSON in a text, see `_sent`."""
+
 SPOKEN = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stream": False}
 TURNS = [
     {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
@@ -132,6 +135,18 @@ SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.tex
 ODD = st.recursive(SCALARS, lambda one: st.lists(one, max_size=2) | st.dictionaries(st.text(max_size=5), one))
 
 
+def _sent(value):
+    """A body as it is sent."""
+    if isinstance(value, list):
+        return [_sent(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: json.dumps(one) if name == "arguments" and isinstance(one, dict | list) else _sent(one)
+        for name, one in value.items()
+    }
+
+
 def _places(value, place=()):
     """The places of all values in a body."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -143,7 +158,7 @@ def _places(value, place=()):
 @pytest.mark.parametrize("path", VALID)
 def test_a_valid_request_with_an_odd_value_anywhere_is_answered_or_refused_in_its_form(parts, path):
     client = parts.client(parts.key)
-    assert client.post(path, json=VALID[path]).status_code == 200
+    assert client.post(path, json=_sent(VALID[path])).status_code == 200
 
     @settings(SETTINGS, max_examples=60)
     @given(place=st.sampled_from(list(_places(VALID[path]))), odd=ODD, streams=st.booleans())
@@ -154,8 +169,83 @@ def test_a_valid_request_with_an_odd_value_anywhere_is_answered_or_refused_in_it
         for name in outer:
             inner = inner[name]
         inner[last] = odd
-        answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        answer = client.post(path, content=json.dumps(_sent(body)), headers={"Content-Type": "application/json"})
         assert answer.status_code < 500, answer.text
         _check_form(path, answer)
 
     send()
+
+
+ANSWERED = {"max_tokens": 2, "max_output_tokens": 2}
+
+
+def _called_with(arguments):
+    """Requests of both of OpenAI's forms in which a call has these arguments."""
+    call = {"name": "f", "arguments": arguments}
+    items = [{"role": "user", "content": "Hello"}, {"type": "function_call", "call_id": "c", **call}]
+    messages = [items[0], {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]}]
+    return [
+        ("/v1/responses", {**ANSWERED, "input": items}),
+        ("/v1/chat/completions", {**ANSWERED, "messages": messages}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("[" * 5000, "nested deeper than 32 levels"),
+        ('{"a":' * 3000 + "1" + "}" * 3000, "nested deeper than 32 levels"),
+        ('{"a": NaN}', "a number that is not finite"),
+        ('{"a": [1e999]}', "a number that is not finite"),
+        ('{"a": "\\ud800"}', "a lone surrogate"),
+    ],
+)
+def test_arguments_that_cannot_be_stored_are_refused_where_they_come_first(parts, arguments, reason):
+    client = parts.client(parts.key)
+    for path, body in _called_with(arguments):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        _check_form(path, answer)
+        message = answer.json()["error"]["message"]
+        assert reason in message and ".1." in message and "arguments" in message
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\u0000"}', "5", "[1]", '"a"', "null", "no JSON", ""])
+def test_a_conversation_goes_on_after_whatever_arguments_were_taken(parts, arguments):
+    client = parts.client(parts.key)
+    (path, body), (_, chat) = _called_with(arguments)
+    first = client.post(path, json=body)
+    assert first.status_code == 200 == client.post("/v1/chat/completions", json=chat).status_code
+    asked = {**ANSWERED, "input": "And?", "previous_response_id": first.json()["id"]}
+    assert client.post(path, json=asked).status_code == 200
+
+
+@pytest.mark.parametrize("place", ["9" * 5000, "9" * 190, "-1", "\u0663"])
+def test_a_preference_for_a_choice_that_there_cannot_be_is_refused(parts, place):
+    client = parts.client(parts.key)
+    id = client.post("/v1/messages", json=_sent(MESSAGE)).json()["id"]
+    value = {"better": f"{id}#{place}", "worse": id}
+    answer = client.post("/v1/feedback", json={"metric_name": "preference", "value": value})
+    assert answer.status_code == 422
+    _check_form("/v1/feedback", answer)
+
+
+def test_feedback_holds_no_number_that_json_does_not_have(parts):
+    client = parts.client(parts.key)
+    id = client.post("/v1/messages", json=_sent(MESSAGE)).json()["id"]
+    for metric, value in (("stars", "NaN"), ("stars", "1e999"), ("preference", '{"better": 0, "worse": 0, "x": NaN}')):
+        body = f'{{"id": "{id}", "metric_name": "{metric}", "value": {value}}}'
+        answer = client.post("/v1/feedback", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 422 and "finite" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_an_error_that_nobody_expected_has_the_form_of_the_api(parts, monkeypatch, path):
+    def fail(*_):
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr(Endpoint, "models", fail)
+    answer = parts.client(parts.key).post(path, json=_sent(VALID[path]))
+    assert answer.status_code == 500 and answer.headers["x-content-type-options"] == "nosniff"
+    _check_form(path, answer)
+    assert "log says why" in answer.json()["error"]["message"] and "secret" not in answer.text

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -24,7 +25,9 @@ def is_storable(text: str) -> bool:
 
 
 def check_values(value: object, what: str) -> None:
-    """Raise DataError, as `check_text` does, for a text anywhere in a value of JSON."""
+    """Raise DataError, as `check_text` does, for a text or number anywhere in a value of JSON that no file holds."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"{what} holds a number that is not finite ({value}); give another one, or leave it out")
     if isinstance(value, str):
         check_text(value, what)
     elif isinstance(value, Mapping):
@@ -75,8 +78,8 @@ def encode_json(value: object) -> str:
 
 
 def decode_json(encoded: str) -> Any:
-    """The value of `encode_json`; an array as a tuple."""
-    value: Any = json.loads(encoded)
+    """The value of `encode_json`; an array as a tuple, and None for numbers that are not finite."""
+    value: Any = json.loads(encoded, parse_constant=lambda _: None)
     return tuple(cast(list[Any], value)) if isinstance(value, list) else value
 
 

@@ -416,7 +416,7 @@ def _checked(said: Feedback) -> Feedback:
         raise VoteError("give either inference_id, of an answer, or episode_id, of a conversation")
     if len(said.tags) > _MAX_TAGS or any(len(part) > MAX_NAME for tag in said.tags.items() for part in tag):
         raise VoteError(f"tags are up to {_MAX_TAGS} texts of up to {MAX_NAME} characters")
-    check_values([said.tags, said.inference, said.episode, said.value], "the feedback")
+    check_values([said.tags, said.inference, said.episode], "the feedback")
     value = said.value
     if value is None:
         return said
@@ -428,6 +428,7 @@ def _checked(said: Feedback) -> Feedback:
             raise VoteError('the value of preference is an object such as {"better": 0, "worse": 1}')
     elif not isinstance(value, bool | float | int) or not abs(value) <= sys.float_info.max:  # nor nan
         raise VoteError(f"the value of {metric} is true or false (a thumb) or a finite number")
+    check_values(value, "the feedback")
     return said
 
 
@@ -535,8 +536,8 @@ def _split(reference: object) -> tuple[str, int]:
             "'chatcmpl-12ab#1'"
         )
     name, _, place = reference.partition("#")
-    if place and not (place.isascii() and place.isdigit()):
-        raise VoteError(f"{reference!r} names no choice; write it as 'chatcmpl-12ab#1'")
+    if place and not (place.isascii() and place.isdigit() and len(place) < MAX_NAME):
+        raise VoteError(f"{reference[:MAX_NAME]!r} names no choice; write it as 'chatcmpl-12ab#1'")
     return name, int(place or 0)
 
 

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
@@ -38,7 +39,7 @@ from tunesmith.collect.web.api import routes as api
 from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.api.openai import RefusedError
 from tunesmith.collect.web.arena import Arena
-from tunesmith.collect.web.guard import ApiOrigins, Guard
+from tunesmith.collect.web.guard import SECURITY_HEADERS, ApiOrigins, Guard
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.logins import ENDED_FILE, Ended, Logins, RateLimits, Sessions, read_key
 from tunesmith.collect.web.proxies import BehindProxy
@@ -103,6 +104,7 @@ def create_app(
         middleware=[
             Middleware(BehindProxy, settings.proxies, settings.root_path, [rule.path for rule in table.rules]),
             Middleware(ApiOrigins, settings.origins),
+            Middleware(ServerErrorMiddleware, handler=_explain_failure),
             Middleware(Guard, table=table, logins=logins, settings=settings),
         ],
     )
@@ -207,6 +209,16 @@ async def _explain_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for this error alone"
     code, param = (error.code, error.param) if isinstance(error, RefusedError) else (None, None)
     return refusal(request, error.status_code, error.detail, error.headers, code, param)
+
+
+async def _explain_failure(request: Request, error: Exception) -> Response:
+    """Answer after an error that no route explains, which goes on to the log. The guard itself may fail: it looks for
+    keys in the store.
+    """
+    if isinstance(error, InputError):
+        return await _explain(request, error)
+    headers = {**SECURITY_HEADERS, "cache-control": "no-store"}
+    return refusal(request, 500, "the server failed at this request; its log says why", headers)
 
 
 async def _explain_validation(request: Request, error: Exception) -> Response:

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from fastapi.exceptions import HTTPException, RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tunesmith.base.core.seeds import LARGEST_SEED
 from tunesmith.base.schema.records import Message
+from tunesmith.collect.web.guard import is_deeper
 
 MOST_CHOICES = 16
 """Answers to a request at most."""
@@ -29,6 +30,9 @@ MAX_PARTS = 4096
 
 MAX_TOOLS = 128
 MAX_BIAS = 10_000
+MAX_DEPTH = 32
+"""Levels of the JSON of a call's arguments, as of a body."""
+
 MAX_NAME = 200
 """Characters of `user` and `episode_id`."""
 
@@ -74,9 +78,35 @@ def text_of(content: Content | None, param: str) -> str:
     return "".join(part.text for part in parts)
 
 
+def _arguments_of(given: str | dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call: the object that their JSON is, or another text under an empty name.
+
+    Raises ValueError for what cannot be stored.
+    """
+    if not isinstance(given, str):
+        return given
+    if is_deeper(given.encode("utf-8", "replace"), MAX_DEPTH):
+        raise ValueError(f"the arguments are nested deeper than {MAX_DEPTH} levels")
+    try:
+        value = json.loads(given)
+    except ValueError:
+        return {"": given}
+    _check_values(value, "the JSON of the arguments")
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {"": given}
+
+
+def _checked_arguments(given: str) -> str:
+    _arguments_of(given)
+    return given
+
+
+Arguments = Annotated[str, AfterValidator(_checked_arguments)]
+"""JSON of the arguments of a call."""
+
+
 class _Function(BaseModel):
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: Annotated[str | dict[str, Any], AfterValidator(_arguments_of)] = {}
 
 
 class _ToolCall(BaseModel):
@@ -107,14 +137,17 @@ class ChatMessage(BaseModel):
 
 
 def _call_of(call: _ToolCall) -> Json:
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = {"": arguments}
     named = {"id": call.id} if call.id else {}
-    return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {**named, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+
+
+def _check_values(given: Any, what: str) -> None:
+    try:
+        json.dumps(given, ensure_ascii=False, default=str, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} holds a lone surrogate, which is no character; remove it") from None
+    except ValueError:
+        raise ValueError(f"{what} holds a number that is not finite, which JSON does not have") from None
 
 
 class Sampled(BaseModel):
@@ -149,12 +182,7 @@ class Sampled(BaseModel):
         """Refuse what no database and no response can hold: answers are stored with their prompts. A model may have
         drawn a NUL, which JSON can hold.
         """
-        try:
-            json.dumps(given, ensure_ascii=False, default=str, allow_nan=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("the request holds a lone surrogate, which is no character; remove it") from None
-        except ValueError:
-            raise ValueError("the request holds a number that is not finite, which JSON does not have") from None
+        _check_values(given, "the request")
         return given
 
     @property

@@ -38,7 +38,7 @@ class Item(BaseModel):
     content: Content | None = None
     call_id: Name | None = None
     name: Name | None = None
-    arguments: str = "{}"
+    arguments: openai.Arguments = "{}"
     output: Content | None = None
 
     def add_to(self, said: Said) -> None:
