@@ -13,6 +13,7 @@ from live_rig import live_recipe, looping, run_updates, share_of_letters, voters
 from tunesmith.base.config.algorithms.live import LiveCanarySection
 from tunesmith.base.runs.folder import TRIAL
 from tunesmith.collect.statistics.sequential import Tally
+from tunesmith.collect.store.runs import is_only_tried
 from tunesmith.learn.live.canary import Trial, decide, trial_of
 from tunesmith.learn.live.loop import Loop
 
@@ -202,17 +203,17 @@ def test_a_trial_survives_a_restart_and_ends_with_a_rollback(tmp_path: Path) -> 
             assert all(torch.equal(one, other) for one, other in zip(before, weights(loop), strict=True))
             loop.next_action()
             record = people.runs.versions()[1]
-            assert record.note.startswith("tried on 50% of the conversations: 0 of 0 thumbs") and record.is_only_tried
+            assert record.note.startswith("tried on 50% of the conversations: 0 of 0 thumbs") and is_only_tried(record)
             assert "evidence that it is worse 1, " in record.note and record.note.endswith(", each decides at 20")
             people.store.command("rollback", "0", people.rater_id)
             loop.next_action()
             assert not loop.position.tried and not (tmp_path / TRIAL).exists()
             record = people.runs.versions()[1]
-            assert "not decided: the trainer went back to version 0" in record.note and record.is_only_tried
+            assert "not decided: the trainer went back to version 0" in record.note and is_only_tried(record)
             people.store.command("rollback", "1", people.rater_id)
             loop.next_action()
             record = people.runs.versions()[1]
-            assert record.serving and not record.is_only_tried
+            assert record.serving and not is_only_tried(record)
 
 
 def test_without_feedback_the_held_out_votes_decide_and_nothing_waits_for_ever() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from page_parts import faults_of, looks
 from server_parts import Trainer
-from tunesmith.collect.store.records import TRIED, Candidate, NewItem, PolicyVersion
-from tunesmith.collect.store.runs import RunStore
+from tunesmith.collect.store.records import Candidate, NewItem, PolicyVersion
+from tunesmith.collect.store.runs import TRIED, RunStore
 from tunesmith.collect.store.vote_reader import VoteReader
 from watch_parts import client_of, label, num_drawn
 

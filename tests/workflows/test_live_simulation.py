@@ -106,10 +106,13 @@ def test_ctrl_c_ends_the_trainer_in_order(tmp_path: Path) -> None:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=PATIENCE_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
         beat = reader.heartbeat()
     assert process.returncode == 0
     assert json.loads(out)["serving"] == 0
+    folder = tmp_path / "live"
+    told = f"version 0 is served; waiting for votes in {folder} (serve with `tunesmith serve --dir {folder}`)\n"
+    assert err.count(told) == 1  # before anybody says anything
     assert beat is not None and beat.state == "ended"
 
 

@@ -451,10 +451,6 @@ class Offer(NewOffer):
     retires_before: int = 0
 
 
-TRIED = "tried on "
-"""Begin of the note of a version that was served to a share of the conversations alone, so far."""
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
     """A version of the policy and its evaluation. `accepted` is False if a check rejected it; at most one `serving`.
@@ -481,11 +477,6 @@ class PolicyVersion:
     last_feedback_id: int | None = None
     last_request_id: int | None = None
     learnt_deleted: bool = False
-
-    @property
-    def is_only_tried(self) -> bool:
-        """True if it is on trial, or the trial ended undecided: it was never served to everybody."""
-        return not self.serving and self.note.startswith(TRIED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,15 @@ from tunesmith.collect.store.tables import heartbeat, jobs, new_id, offer_candid
 T = TypeVar("T")
 
 
+TRIED = "tried on "
+"""Begin of the note of a version that was served to a share of the conversations alone, so far."""
+
+
+def is_only_tried(version: PolicyVersion) -> bool:
+    """True if it is on trial, or the trial ended undecided: it was never served to everybody."""
+    return not version.serving and version.note.startswith(TRIED)
+
+
 class RunStore(Closeable):
     """Versions, offers, jobs and a heartbeat. Safe to call from several threads.
 

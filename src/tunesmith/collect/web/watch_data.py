@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 from tunesmith.base.runs.folder import finite
 from tunesmith.collect.store.metric_log import MetricLog
 from tunesmith.collect.store.records import Heartbeat, Metric, PolicyVersion
-from tunesmith.collect.store.runs import RunReader
+from tunesmith.collect.store.runs import RunReader, is_only_tried
 from tunesmith.collect.store.vote_watch import VoteWatch
 from tunesmith.observe.reports.figures import MAIN, PICTURES, REPLY, WAITING, labels
 
@@ -217,7 +217,7 @@ def _version(one: PolicyVersion, standing: Json | None) -> Json:
     for name in ("path", "last_vote_id", "last_feedback_id", "last_request_id"):
         del facts[name]
     measured = None if rate is None else {"win_rate": rate, "low": low, "high": high}
-    return {**facts, "measured": measured, "from_votes": standing, "is_only_tried": one.is_only_tried}
+    return {**facts, "measured": measured, "from_votes": standing, "is_only_tried": is_only_tried(one)}
 
 
 def pictures(names: Sequence[str], recent: Mapping[str, float | None] = MappingProxyType({})) -> list[Json]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tunesmith.base.config.algorithms.live import LiveCanarySection
 from tunesmith.collect.statistics.sequential import Tally, evidence_against
-from tunesmith.collect.store.records import TRIED
+from tunesmith.collect.store.runs import TRIED
 from tunesmith.learn.live.feedback import LabelledAnswer
 
 Verdict = Literal["serve", "take_back", "wait"]

@@ -528,6 +528,9 @@ def run(
     with open_folder(cfg, provenance) as folder, stop_signals() as stop:
         loop = build(cfg, folder, stop, prompts)
         loop.begin()
+        database = f" --database {cfg.live.database}" if cfg.live.database else ""
+        where = cfg.live.dir, f"tunesmith serve --dir {cfg.live.dir}{database}"
+        _log.info("version %d is served; waiting for votes in %s (serve with `%s`)", loop.position.serving, *where)
         try:
             while stop.signal is None:
                 loop.next_action()

@@ -16,7 +16,8 @@ from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.trace import span
 from tunesmith.base.runs.checkpoint import Checkpoint, snapshot
 from tunesmith.collect.statistics.intervals import mcnemar, proportion_interval
-from tunesmith.collect.store.records import TRIED, Deleted, PolicyVersion
+from tunesmith.collect.store.records import Deleted, PolicyVersion
+from tunesmith.collect.store.runs import TRIED
 from tunesmith.engine.models.export import ModelCard
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.lora import trained_parameters
