@@ -76,6 +76,8 @@ def _found(services: Services, user: str, key: str) -> Person:
 
 
 def _lines(services: Services, person: Person) -> Iterator[str]:
-    yield from (json.dumps(row, ensure_ascii=False) + "\n" for row in services.votes.reader.data_of(person))
+    yield from (
+        json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in services.votes.reader.data_of(person)
+    )
     talks = talk_rows(services.settings.folder / FOLDER, person.rater_id)
-    yield from (json.dumps(row, ensure_ascii=False) + "\n" for row in talks)
+    yield from (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in talks)
