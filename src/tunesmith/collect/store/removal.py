@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, delete, exists, func, or_, select, update
 
-from tunesmith.base.core.errors import StoreError
+from tunesmith.base.core.errors import UnknownPersonError
 from tunesmith.collect.store import audit
 from tunesmith.collect.store.campaigns import add_command, all_campaigns, all_raters, rater_of_user, user_name
 from tunesmith.collect.store.content import check_text, encode_json, name_key, token_sha256
@@ -86,22 +86,27 @@ def _remove_answers(connection: Connection, ids: Sequence[int]) -> Counter[str]:
 
 
 def person_named(connection: Connection, name: str, key: str = "") -> Person:
-    """The rater or key of this name, or with `key` the one whom that key calls so. Raises StoreError for nobody."""
+    """The rater or key of this name, or with `key` the one whom that key calls so.
+
+    Raises UnknownPersonError for nobody.
+    """
     check_text(f"{name} {key}", "the name")
     known = all_raters(connection)
     if key:
         found = next((one for one in known if one.scopes is not None and one.name == key), None)
         if found is None:
-            raise StoreError(f"there is no key {key!r}; there are {_listed(one.name for one in known if one.scopes)}")
+            raise UnknownPersonError(
+                f"there is no key {key!r}; there are {_listed(one.name for one in known if one.scopes)}"
+            )
         person = _user_of(connection, found.id, name)
         if person is None:
-            raise StoreError(f"the key {key!r} has no user {name!r}; write it as the application does")
+            raise UnknownPersonError(f"the key {key!r} has no user {name!r}; write it as the application does")
         return person
     same = [one for one in known if name_key(one.name) == name_key(name)]
     if not same:
         keys = [one.name for one in known if one.scopes is not None and _user_of(connection, one.id, name)]
         hint = f"; of the {_listed(keys)} there is a user of this name: add --key" if keys else ""
-        raise StoreError(f"there is no rater and no key {name!r}{hint}")
+        raise UnknownPersonError(f"there is no rater and no key {name!r}{hint}")
     rater = next((one for one in same if one.name == name), same[0])
     # The rater of a user, by the name that pages show.
     query = select(feedback.c.key_id, feedback.c.user).where(feedback.c.rater_id == rater.id, feedback.c.user != "")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
-from tunesmith.base.core.errors import StoreError
+from tunesmith.base.core.errors import UnknownPersonError
 from tunesmith.collect.store.records import AuditEntry, Person
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api.openai import Json, RefusedError
@@ -71,7 +71,7 @@ def entry_row(entry: AuditEntry) -> dict[str, Any]:
 def _found(services: Services, user: str, key: str) -> Person:
     try:
         return services.votes.reader.person(user, key)
-    except StoreError as error:
+    except UnknownPersonError as error:
         raise RefusedError(404, str(error), param="key" if key else "user") from None
 
 
