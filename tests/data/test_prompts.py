@@ -68,6 +68,8 @@ def test_null_fields_of_a_message_are_dropped_and_text_fields_kept():
         ({"prompt": [{"role": "human", "content": "Hi"}]}, "role 'human' is unknown, .*did you mean 'user'"),
         ({"prompt": [{"role": "usr", "content": "Hi"}]}, "did you mean 'user'"),
         ({"prompt": [{**USER, "tool_calls": [1]}]}, r"`tool_calls\[0\]` is no call"),
+        ({"prompt": [{**USER, "tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}]}, "are no JSON"),
+        ({"prompt": [{**USER, "tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]}]}, "NaN is no JSON number"),
         ({"prompt": "A", "completions": 1}, "column `completions` has a name that reward functions receive"),
         ({"prompt": "\x00"}, "NUL"),
         ({"prompt": "A", "note": "\ud83d"}, "surrogate"),

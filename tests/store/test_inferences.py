@@ -1,6 +1,8 @@
 """Answers of the API, and feedback on them: what is kept, what becomes a vote, and what is refused."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,21 @@ def test_an_answer_is_kept_whole_under_the_id_of_the_client(store: VoteStore, ke
     one = answered(store, key, "chatcmpl-1", "Red.", "Blue.")
     assert store.reader.inference("chatcmpl-1") == one
     assert store.reader.inference("chatcmpl-2") is None
+
+
+def test_numbers_that_json_does_not_have_are_read_as_null(store: VoteStore, key: int):
+    call = {"function": {"name": "f", "arguments": {"a": float("nan"), "b": [float("-inf"), 1.5]}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    drawn = replace(choice(""), message=message)
+    prompt: Text = ({"role": "user", "content": "Hi", "tool_calls": [call]},)
+    one = answered(store, key, "chatcmpl-0", "Red.", user="ada")
+    store.record(replace(one, name="chatcmpl-1", prompt=prompt, choices=(drawn,), options={"conversation": [message]}))
+    kept = store.reader.inference("chatcmpl-1")
+    assert kept is not None and kept.choices[0].message is not None
+    for each in (kept.choices[0].message, kept.options["conversation"][0], kept.prompt[0]):
+        assert each["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": [None, 1.5]}  # type: ignore[index]
+    for row in store.reader.data_of(store.reader.person("ada", "app")):
+        json.dumps(row, allow_nan=False)
 
 
 def test_a_key_is_no_login_and_has_known_scopes(store: VoteStore, key: int):

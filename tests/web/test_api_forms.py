@@ -3,6 +3,7 @@ types of these clients, which are made from the published schemas.
 """
 
 import json
+import re
 import sys
 from contextlib import closing
 
@@ -457,6 +458,7 @@ def said_by_user(*blocks):
         ({"max_tokens": None}, 400, "max_tokens"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"max_tokens": 10_000}, 400, "context"),
+        ({"max_tokens": 4, "min_tokens": 9}, 400, "min_tokens"),
         ({"model": "claude"}, 404, "claude"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "assistant", "content": "The colour"}]}, 400, "the beginning of an answer"),
@@ -486,6 +488,24 @@ def test_messages_that_cannot_be_answered_are_refused_in_anthropics_form(key, ch
         assert answer.status == status, answer.body
         assert kind_of_error(answer.json)
         assert named in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit", "param"),
+    [
+        (CHAT, {"messages": [QUESTION]}, "max_tokens", "messages"),
+        (CHAT, {"messages": [QUESTION]}, "max_completion_tokens", "messages"),
+        (TEXT, {"prompt": "Name a colour."}, "max_tokens", "prompt"),
+        (RESPONSES, {"input": [QUESTION]}, "max_output_tokens", "input"),
+        (MESSAGES, {"messages": [QUESTION]}, "max_tokens", None),
+    ],
+)
+def test_a_limit_beyond_the_context_is_refused_by_the_name_that_it_was_given_under(key, path, body, limit, param):
+    answer = key.send("POST", path, {**body, limit: 1_000_000})
+    error = answer.json["error"]
+    assert answer.status == 400 and error.get("param") == param
+    told = rf"the prompt has \d+ tokens and {limit} is 1000000, but the model's context holds \d+; .* lower {limit}"
+    assert re.fullmatch(told, error["message"]), error["message"]
 
 
 @pytest.mark.parametrize(

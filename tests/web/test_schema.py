@@ -2,7 +2,9 @@
 
 import copy
 import json
+import sqlite3
 import sys
+from contextlib import closing, contextmanager
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -237,6 +239,43 @@ def test_feedback_holds_no_number_that_json_does_not_have(parts):
         body = f'{{"id": "{id}", "metric_name": "{metric}", "value": {value}}}'
         answer = client.post("/v1/feedback", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 422 and "finite" in answer.json()["error"]["message"]
+
+
+def test_the_reason_why_the_store_fails_is_for_admins_pages_and_the_log(parts, caplog):
+    sent = [
+        (parts.key, "POST", "/v1/messages", _sent(MESSAGE)),
+        (parts.key, "POST", "/v1/responses", {**_sent(RESPONSE), "stream": True}),
+        (parts.key, "POST", "/v1/feedback", {"id": "chatcmpl-1", "metric_name": "thumbs", "value": True}),
+        (parts.rater, "GET", f"{API}/next", None),
+    ]
+    for token, method, path, body in sent:
+        with _broken(parts, "inferences", "items"), caplog.at_level("WARNING"):
+            caplog.clear()
+            answer = parts.client(token).request(method, path, json=body)
+        failed = answer.text if answer.status_code == 200 else ""
+        assert answer.status_code == 503 or "response.failed" in failed, answer.text
+        assert "cannot be used at the moment" in answer.text and "votes.db" not in answer.text
+        assert "votes.db" in caplog.text
+    with _broken(parts, "items"):
+        assert "votes.db" in parts.client(parts.admin).get(f"{API}/next").text
+    with _broken(parts, "raters"):  # so that the guard itself fails
+        parts.app.state.services.logins.forget()
+        answer = parts.client(parts.key).post("/v1/messages", json=_sent(MESSAGE))
+    assert answer.status_code == 503 and "votes.db" not in answer.text
+    _check_form("/v1/messages", answer)
+
+
+@contextmanager
+def _broken(parts, *tables):
+    """Another program has changed the tables meanwhile."""
+    with closing(sqlite3.connect(parts.app.state.services.settings.votes_place)) as connection:
+        for table in tables:
+            connection.execute(f"ALTER TABLE {table} RENAME TO {table}_away")
+        try:
+            yield
+        finally:
+            for table in tables:
+                connection.execute(f"ALTER TABLE {table}_away RENAME TO {table}")
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])

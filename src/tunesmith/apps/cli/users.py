@@ -63,7 +63,7 @@ def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     try:
         with path.open("x", encoding="utf-8") as file:
             path.chmod(0o600)
-            return sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
+            return sum(bool(file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")) for row in rows)
     except FileExistsError:
         raise InputError(f"{path} exists; nothing is overwritten, so give a new name") from None
     except OSError as error:

@@ -8,7 +8,7 @@ object a line. Without `--stay` it ends when nothing is asked for ten minutes. A
   with a chat template read messages as one text;
 - `n`, which is 0 if it is to be read alone, and the `sampling` parameters: those of `SamplingParams`, of which
   `max_new_tokens` may be missing: at most `most_new_tokens` then, and no more than the context holds.
-  `presence_penalty`, `frequency_penalty` and `num_top` as in `engine/rollout/open_batch.py`.
+  `presence_penalty`, `frequency_penalty` and `num_top` as in `engine/rollout/open_batch.py`. Other keys are ignored.
 
 Its replies: `begun`, with the `prompt` as the model reads it, as text and ids, and the length of its `context`; any
 number with what was drawn of a `sample`: new `text`, `token_ids`, and their `scores`; an `answer` for each sample; then
@@ -159,6 +159,11 @@ class Worker:
         if room < 1:
             raise ContextFullError(f"the prompt has {len(ids)} tokens, and the model's context holds {speaker.context}")
         given.setdefault("max_new_tokens", min(most, room))
+        if given["max_new_tokens"] > room:  # told here without the number that the engine knows the prompt by
+            raise ContextFullError(
+                f"the prompt has {len(ids)} tokens and max_new_tokens is {given['max_new_tokens']}, but the model's "
+                f"context holds {speaker.context}; shorten the prompt or lower max_new_tokens"
+            )
         tools = request.get("tools") or ()
         given["stop_token_ids"] = (*given.get("stop_token_ids", ()), *(call_ends(tokenizer) if tools else ()))
         given["stop_strings"] = tuple(given.get("stop_strings", ()))

@@ -114,6 +114,10 @@ class StoreInUseError(StoreError):
     """Another process has the database, which it alone may write."""
 
 
+class UnknownPersonError(StoreError):
+    """Nobody of this name is in the store."""
+
+
 class NameTakenError(StoreError):
     """Another rater has this name, maybe in another spelling."""
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, TypeVar, cast
+from typing import Literal, NoReturn, TypeVar, cast
 
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.log import get_logger
@@ -326,6 +326,10 @@ def _role(role: str, place: str) -> str:
     raise RowError(f"`{place}`: role {role!r} is unknown, allowed are {', '.join(ROLES)}{hint}")
 
 
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
 def _tool_calls(value: object, place: str) -> list[dict[str, object]]:
     """The calls of a message, their arguments as objects. Raises RowError for what is no call."""
     calls: list[dict[str, object]] = []
@@ -336,8 +340,8 @@ def _tool_calls(value: object, place: str) -> list[dict[str, object]]:
         name, arguments = function.get("name"), function.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
-            except ValueError as error:
+                arguments = json.loads(arguments or "{}", parse_constant=_no_constant)
+            except (ValueError, RecursionError) as error:
                 raise RowError(f"{where} has arguments that are no JSON ({error})", "wrong type") from error
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             form = '{"function": {"name": "...", "arguments": {...}}}'
@@ -515,7 +519,7 @@ def _tools(value: object) -> list[object]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(
                 f"`tools` is text that is no JSON ({error}); give a list of schemas", "wrong type"
             ) from error

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, delete, exists, func, or_, select, update
 
-from tunesmith.base.core.errors import StoreError
+from tunesmith.base.core.errors import UnknownPersonError
 from tunesmith.collect.store import audit
 from tunesmith.collect.store.campaigns import (
     DELETED,
@@ -92,22 +92,27 @@ def _remove_answers(connection: Connection, ids: Sequence[int]) -> Counter[str]:
 
 
 def person_named(connection: Connection, name: str, key: str = "") -> Person:
-    """The rater or key of this name, or with `key` the one whom that key calls so. Raises StoreError for nobody."""
+    """The rater or key of this name, or with `key` the one whom that key calls so.
+
+    Raises UnknownPersonError for nobody.
+    """
     check_text(f"{name} {key}", "the name")
     known = all_raters(connection)
     if key:
         found = rater_named((one for one in known if one.scopes is not None), key)
         if found is None:
-            raise StoreError(f"there is no key {key!r}; there are {_listed(one.name for one in known if one.scopes)}")
+            raise UnknownPersonError(
+                f"there is no key {key!r}; there are {_listed(one.name for one in known if one.scopes)}"
+            )
         person = _user_of(connection, found.id, name)
         if person is None:
-            raise StoreError(f"the key {key!r} has no user {name!r}; write it as the application does")
+            raise UnknownPersonError(f"the key {key!r} has no user {name!r}; write it as the application does")
         return person
     rater = rater_named(known, name)
     if rater is None:
         keys = [one.name for one in known if one.scopes is not None and _user_of(connection, one.id, name)]
         hint = f"; of the {_listed(keys)} there is a user of this name: add --key" if keys else ""
-        raise StoreError(f"there is no rater and no key {name!r}{hint}")
+        raise UnknownPersonError(f"there is no rater and no key {name!r}{hint}")
     # The rater of a user, by the name that pages show.
     query = select(feedback.c.key_id, feedback.c.user).where(feedback.c.rater_id == rater.id, feedback.c.user != "")
     user = connection.execute(query.limit(1)).first()

@@ -30,7 +30,7 @@ from tunesmith.base.core.errors import (
 from tunesmith.base.core.log import Once, get_logger
 from tunesmith.base.core.version import __version__
 from tunesmith.collect.store.metric_log import MetricLog
-from tunesmith.collect.store.records import PolicyVersion
+from tunesmith.collect.store.records import PolicyVersion, Rater
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.vote_watch import VoteWatch
 from tunesmith.collect.store.votes import VoteStore
@@ -43,7 +43,7 @@ from tunesmith.collect.web.guard import SECURITY_HEADERS, ApiOrigins, Guard
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.logins import ENDED_FILE, Ended, Logins, RateLimits, Sessions, read_key
 from tunesmith.collect.web.proxies import BehindProxy
-from tunesmith.collect.web.services import Services, is_set_within, refusal
+from tunesmith.collect.web.services import STORE_FAILS, Services, is_set_within, refusal
 from tunesmith.collect.web.settings import ServerSettings
 from tunesmith.collect.web.studio import Studio
 from tunesmith.collect.web.watch_data import WatchData
@@ -59,6 +59,7 @@ NOTE_S = 60.0
 """Seconds between entries of the audit log on failed logins."""
 
 _OFFERS_PER_BATCH = 200
+_log = get_logger(__name__)
 _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),
     (VoteConflictError, 409),
@@ -199,8 +200,13 @@ def _templates() -> jinja2.Environment:
 
 
 async def _explain(request: Request, error: Exception) -> Response:
-    """An InputError as its status and message."""
+    """An InputError as its status and message; why the store fails is told on pages of admins alone."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    caller: Rater | None = request.scope.get("user")
+    is_admins = caller is not None and caller.is_admin and not access.is_api(request.scope["path"])
+    if status == 503 and not is_admins:
+        _log.warning("the store cannot be used: %s", error)
+        return refusal(request, status, STORE_FAILS)
     return refusal(request, status, str(error))
 
 

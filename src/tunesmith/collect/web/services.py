@@ -24,6 +24,10 @@ from tunesmith.collect.web.settings import ServerSettings
 from tunesmith.collect.web.studio import Studio
 
 
+STORE_FAILS = "what is stored cannot be used at the moment; try again in a moment"
+"""Message in place of the reason, which names files, addresses and users of the database: it is in the log."""
+
+
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
     """True as soon as `event` is set; False after `seconds`."""
     try:

@@ -6,10 +6,14 @@ nothing. One wrong call makes the whole turn malformed, since nobody can tell wh
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
+
+MAX_DEPTH = 32
+"""Levels of lists and objects in a call."""
 
 Tool = Mapping[str, Any]
 """A tool's JSON schema, as chat templates take it: `{"type": "function", "function": {"name": ...}}`."""
@@ -269,7 +273,11 @@ def _gemma_call(rest: str) -> tuple[tuple[str, Mapping[str, Any], str], int]:
     header = re.match(r"call:([^{\s]+)\s*(?=\{)", rest)
     if header is None:
         raise MalformedCallError("a call is written call:name{key:value}")
-    value, place = _gemma_value(rest, header.end())
+    try:
+        value, place = _gemma_value(rest, header.end())
+    except RecursionError as error:
+        raise MalformedCallError(f"the call is nested deeper than {MAX_DEPTH} levels") from error
+    _check_depth(value)
     call = checked_call({"name": header[1], "arguments": value})
     return call, _behind(rest, place, "<tool_call|>")
 
@@ -378,6 +386,7 @@ def _json_at(text: str) -> tuple[Any, int]:
     """The JSON value at the beginning of `text`, behind space or none, and where it ends."""
     try:
         value, end = _DECODER.raw_decode(text, len(text) - len(text.lstrip()))
+        _check_depth(value)
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text that a tokenizer takes
     except UnicodeEncodeError as error:
         raise MalformedCallError("the call has half a surrogate pair in a string; write whole characters") from error
@@ -396,9 +405,25 @@ def _loads(text: str) -> Any:
     return value
 
 
+def _check_depth(value: object, most: int = MAX_DEPTH) -> None:
+    """Raise MalformedCallError if lists and objects are nested deeper than `most`: what reads the call next may refuse
+    it, or recurse.
+    """
+    if not isinstance(value, Mapping | list):
+        return
+    if not most:
+        raise MalformedCallError(f"the call is nested deeper than {MAX_DEPTH} levels")
+    for part in cast(Mapping[str, object], value).values() if isinstance(value, Mapping) else cast(list[object], value):
+        _check_depth(part, most - 1)
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
-"""Line breaks inside of strings are let pass, which models write; NaN and infinities are not."""
+def _finite(digits: str) -> float:
+    return float(digits) if math.isfinite(float(digits)) else _no_constant(digits)
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant, parse_float=_finite)
+"""Line breaks inside of strings are let pass, which models write; NaN, infinities and 1e999 are not."""

@@ -13,15 +13,18 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.base.core.errors import StoreError
+from tunesmith.base.core.log import get_logger
 from tunesmith.collect.store.records import Rater
 from tunesmith.collect.web.api import keys, openai
 from tunesmith.collect.web.api.endpoint import Collected, Endpoint
 from tunesmith.collect.web.api.metrics import Metrics, Timer
 from tunesmith.collect.web.api.openai import Json, RefusedError, Sampled
 from tunesmith.collect.web.arena import Contestant
-from tunesmith.collect.web.services import Services, error_body
+from tunesmith.collect.web.services import STORE_FAILS, Services, error_body
 
 T = TypeVar("T")
+
+_log = get_logger(__name__)
 
 
 class Answering:
@@ -155,7 +158,8 @@ async def answered(request: HttpRequest, answering: Answering, form: Form) -> Re
         except RefusedError as error:  # the engine failed in the middle
             yield openai.event(form.failed(error))
         except StoreError as error:  # the answer cannot be stored, so that no feedback would find it
-            yield openai.event(form.failed(RefusedError(503, str(error))))
+            _log.warning("the store cannot be used: %s", error)
+            yield openai.event(form.failed(RefusedError(503, STORE_FAILS)))
 
     return StreamingResponse(texts(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 

@@ -119,6 +119,7 @@ class CountRequest(Sampled):
             turn.add_to(said)
         return openai.chat_of(
             self,
+            names={"stop_strings": "stop_sequences"},
             messages=said.messages,
             tools=[tool.as_function() for tool in self.tools or ()],
             tool_choice=choice.type,

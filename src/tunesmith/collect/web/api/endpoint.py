@@ -3,7 +3,7 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -136,7 +136,7 @@ class Endpoint:
                 place, reply = await come.get()
                 self._note(requests[place]["model"], reply)
                 if "error" in reply:
-                    raise _refused(reply)
+                    raise _refused(reply, requests[place].get("names", {}))
                 if "done" in reply:
                     num_left -= 1
                 else:
@@ -167,12 +167,16 @@ def _with_call_ids(answer: Json) -> Json:
     return {**answer, "message": {**message, "tool_calls": calls}}
 
 
-def _refused(reply: Json) -> RefusedError:
+def _refused(reply: Json, names: Mapping[str, str]) -> RefusedError:
+    """The error of a request, in its own `names` of what the engine calls otherwise."""
     kind = reply["kind"]
     if kind in ("model", "engine"):
         _log.warning("a request of the API failed: %s", reply["error"])
     reason = reply["error"] if kind != "model" else "the model cannot be used at the moment; the server's log says why"
-    return RefusedError(_STATUS[kind], reason, _CODES.get(kind), "messages" if kind == "context" else None)
+    for name in names.keys() - {"prompt"}:
+        reason = reason.replace(name, names[name])
+    param = names.get("prompt", "prompt") if kind == "context" else None
+    return RefusedError(_STATUS[kind], reason, _CODES.get(kind), param)
 
 
 @dataclass(slots=True)

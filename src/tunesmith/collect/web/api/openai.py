@@ -9,10 +9,10 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from fastapi.exceptions import HTTPException, RequestValidationError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from tunesmith.base.core.seeds import LARGEST_SEED
 from tunesmith.base.schema.records import Message
@@ -37,6 +37,8 @@ MAX_NAME = 200
 """Characters of `user` and `episode_id`."""
 
 Json = Mapping[str, Any]
+
+_NAMES = {"min_new_tokens": "min_tokens", "stop_strings": "stop"}
 
 ONE_ANSWER: Mapping[str, Sequence[Any]] = {"n": (1,), "compare": (), "return_token_ids": (False,)}
 """For `refuse`: fields of chats in forms that have a single answer, and no ids in it."""
@@ -207,16 +209,23 @@ class Sampled(BaseModel):
         }
         sampling = {**defaults, **{name: value for name, value in given.items() if value is not None}}
         penalties = {name: getattr(self, name) or 0.0 for name in ("presence_penalty", "frequency_penalty")}
-        return {"sampling": sampling, "n": self.n or 1, **penalties}
+        return {"sampling": sampling, "n": self.n or 1, **penalties, "names": self.names}
 
     @property
     def most_tokens(self) -> int | None:
         """The limit of an answer, None if there is none."""
         return self.max_tokens
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The request's names of what the engine calls otherwise, for messages of errors."""
+        return {**_NAMES, "max_new_tokens": "max_tokens"}
+
 
 class ChatRequest(Sampled):
     """A request of `/v1/chat/completions`. `compare: 2` asks for an answer of each of two versions, unnamed."""
+
+    _form_names: Mapping[str, str] = PrivateAttr(default_factory=dict[str, str])
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -231,6 +240,17 @@ class ChatRequest(Sampled):
     def most_tokens(self) -> int | None:
         """See `Sampled.most_tokens`; the newer of OpenAI's two names comes first."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """See `Sampled.names`; a chat that another form asks for has its names."""
+        newer = {"max_new_tokens": "max_completion_tokens"} if self.max_completion_tokens else {}
+        return {**super().names, "prompt": "messages", **newer, **self._form_names}
+
+    def named(self, names: Mapping[str, str]) -> Self:
+        """This chat with the names of another form in messages of errors."""
+        self._form_names = names
+        return self
 
     def asked(self, defaults: Json) -> dict[str, Any]:
         """See `Sampled.asked`."""
@@ -252,16 +272,17 @@ class ChatRequest(Sampled):
         return asked
 
 
-def chat_of(body: Sampled, **more: Any) -> ChatRequest:
-    """The chat that a request of another API asks for: its sampling parameters, and the fields `more`. Raises
-    RequestValidationError.
+def chat_of(body: Sampled, names: Json | None = None, **more: Any) -> ChatRequest:
+    """The chat that a request of another API asks for: its sampling parameters, and the fields `more`; `names` are the
+    names of that API. Raises RequestValidationError.
     """
     given = body.model_dump(include=set(Sampled.model_fields), exclude_none=True)
     given |= {name: value for name, value in more.items() if value is not None}
     try:
-        return ChatRequest.model_validate(given)
+        chat = ChatRequest.model_validate(given)
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from None
+    return chat.named(names or {})
 
 
 class Said:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
-from tunesmith.base.core.errors import StoreError
+from tunesmith.base.core.errors import UnknownPersonError
 from tunesmith.collect.store.records import AuditEntry, Person
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api.openai import Json, RefusedError
@@ -73,11 +73,13 @@ def entry_row(entry: AuditEntry) -> dict[str, Any]:
 def _found(services: Services, user: str, key: str) -> Person:
     try:
         return services.votes.reader.person(user, key)
-    except StoreError as error:
+    except UnknownPersonError as error:
         raise RefusedError(404, str(error), param="key" if key else "user") from None
 
 
 def _lines(services: Services, person: Person) -> Iterator[str]:
-    yield from (json.dumps(row, ensure_ascii=False) + "\n" for row in services.votes.reader.data_of(person))
+    yield from (
+        json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in services.votes.reader.data_of(person)
+    )
     talks = talk_rows(services.settings.folder / FOLDER, person.rater_id)
-    yield from (json.dumps(row, ensure_ascii=False) + "\n" for row in talks)
+    yield from (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in talks)

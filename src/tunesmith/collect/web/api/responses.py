@@ -105,6 +105,7 @@ class ResponsesRequest(Sampled):
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return openai.chat_of(
             self,
+            names={"max_new_tokens": "max_output_tokens", "prompt": "input"},
             messages=[*instructions, *said.messages],
             max_tokens=self.max_output_tokens,
             tools=[tool.as_function() for tool in self.tools or ()],
