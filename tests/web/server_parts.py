@@ -138,13 +138,13 @@ class Server:
     def stop(self) -> int:
         """The exit code after SIGTERM."""
         self.process.terminate()
-        self.process.join(timeout=30)
+        self.process.join(timeout=120)
         assert self.process.exitcode is not None, "the server does not end"
         return self.process.exitcode
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(timeout=30)
+        self.process.join(timeout=120)
 
     def admin(self) -> Client:
         """The first admin, let in by the link that was printed."""

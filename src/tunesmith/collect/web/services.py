@@ -23,7 +23,6 @@ from tunesmith.collect.web.proxies import root_of
 from tunesmith.collect.web.settings import ServerSettings
 from tunesmith.collect.web.studio import Studio
 
-
 STORE_FAILS = "what is stored cannot be used at the moment; try again in a moment"
 """Message in place of the reason, which names files, addresses and users of the database: it is in the log."""
 
