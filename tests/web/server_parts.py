@@ -59,7 +59,7 @@ class Client:
 
     def send(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
         place = urlsplit(self.url)
-        connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
+        connection = http.client.HTTPConnection(place.hostname, place.port, timeout=300)
         given = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         if body is not None:
             given["Content-Type"] = "application/json"
