@@ -455,6 +455,8 @@ def _stay_outside(given: dict, command: list[str]) -> None:
         _start(given, command)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     _prctl(_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != given["caller"]:  # it ended before that
+        os.kill(child, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     pid = 0
     while pid != child:

@@ -83,6 +83,7 @@ class Confinement:
         python = [str(base_python()), *FLAGS, "-c", _LOADER, launcher()]
         given = {
             "inside": False,
+            "caller": os.getpid(),
             "confined": self.name != "none",
             "as_root": self.as_root,
             "limits": limits,
