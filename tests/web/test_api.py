@@ -43,22 +43,6 @@ def served(request, tmp_path_factory):
         server.kill()
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.facts["api"], api_key=served.facts["key"], max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def admin(served):
-    return served.admin()
-
-
-@pytest.fixture
-def key(served):
-    return Client(served.url, served.facts["key"])
-
-
 def figures(key: Client) -> dict[str, float]:
     lines = key.send("GET", "/metrics").body.decode().splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}

@@ -58,12 +58,6 @@ def calling(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.facts["api"], api_key=served.facts["key"], max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def anthropic():
     return pytest.importorskip("anthropic")
 
@@ -72,16 +66,6 @@ def anthropic():
 def anthropics(served, anthropic):
     with anthropic.Anthropic(base_url=served.url, api_key=served.facts["key"], max_retries=0) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def admin(served):
-    return served.admin()
-
-
-@pytest.fixture
-def key(served):
-    return Client(served.url, served.facts["key"])
 
 
 def ask(server: Server, path: str, body: dict) -> dict:

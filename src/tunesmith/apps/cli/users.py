@@ -1,7 +1,5 @@
 """`tunesmith users export | delete`: the data of one person. Nothing here loads torch."""
 
-import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,12 +45,11 @@ def export(words: Sequence[str]) -> None:
     """Run `tunesmith users export`."""
     options = parse(ExportOptions, words, "users export")
     from tunesmith.collect.store.inbox import Chore
-    from tunesmith.collect.web.arena import FOLDER, talk_rows
+    from tunesmith.collect.web.arena import person_rows
 
     with reporting(as_json=options.json) as output, reader_of(options) as reader:
         person = reader.person(options.user, options.key)
-        talks = talk_rows(options.dir.expanduser() / FOLDER, person.rater_id)
-        num = _write(options.file.expanduser(), itertools.chain(reader.data_of(person), talks))
+        num = _write(options.file.expanduser(), person_rows(reader, options.dir.expanduser(), person))
         do_in(options, Chore("note", {"kind": "data exported", "detail": person.as_detail}))
         output.say(f"{options.file}  {num} rows")
         output.finish({"file": options.file, "num_rows": num})
@@ -60,10 +57,12 @@ def export(words: Sequence[str]) -> None:
 
 def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     """Write rows to a new file; returns how many. Raises InputError."""
+    from tunesmith.collect.data.vote_files import jsonl_lines
+
     try:
         with path.open("x", encoding="utf-8") as file:
             path.chmod(0o600)
-            return sum(bool(file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")) for row in rows)
+            return sum(bool(file.write(line)) for line in jsonl_lines(rows))
     except FileExistsError:
         raise InputError(f"{path} exists; nothing is overwritten, so give a new name") from None
     except OSError as error:
@@ -76,22 +75,21 @@ def delete(words: Sequence[str]) -> None:
     from collections import Counter
 
     from tunesmith.collect.store.inbox import Chore
-    from tunesmith.collect.web.arena import FOLDER, remove_talks, talk_rows
+    from tunesmith.collect.web.arena import FOLDER, person_rows, remove_talks
 
-    talks = options.dir.expanduser() / FOLDER
+    folder = options.dir.expanduser()
     with reporting(as_json=options.json) as output, reader_of(options) as reader:
         person = reader.person(options.user, options.key)
         if not options.yes:
-            rows = (*reader.data_of(person), *talk_rows(talks, person.rater_id))
-            num = Counter(row["kind"] for row in rows)
+            num = Counter(row["kind"] for row in person_rows(reader, folder, person))
             output.say(", ".join(f"{kind} {count}" for kind, count in num.items()))
             output.say("nothing is removed yet: repeat the command with --yes")
             output.finish({"found": num})
             return
         # First too: if the command is cut off, the person still has the name by which it is repeated.
-        num_talks = remove_talks(talks, person.rater_id)
+        num_talks = remove_talks(folder / FOLDER, person.rater_id)
         done = dict(do_in(options, Chore("delete", asdict(person))))
-        done["conversations"] = num_talks + remove_talks(talks, done["id"])
+        done["conversations"] = num_talks + remove_talks(folder / FOLDER, done["id"])
         counts = (f"{count} of {name}" for name, count in done.items() if count and name != "id")
         output.say(f"removed: {', '.join(counts) or 'nothing but the name'}")
         output.say(f"they remain without a name, as rater {done['id']}, which the audit log refers to")

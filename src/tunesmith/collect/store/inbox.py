@@ -2,9 +2,9 @@
 it.
 
 The process that imports writes `ID.rows`: a line with the campaign, then one row per line. Of a `Chore` there is one
-line. The owner of the database
-says by `ID.progress` that it has taken it and how far it is, and by `ID.result` what came of it; then it removes the
-rows. An owner that dies leaves them to the next one: rows that are there already are not added again.
+line. The owner of the database says by `ID.progress` that it has taken it and how far it is, and by `ID.result` what
+came of it; then it removes the rows. An owner that dies leaves them to the next one: rows that are there already are
+not added again.
 """
 
 import json

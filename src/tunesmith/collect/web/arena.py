@@ -29,8 +29,9 @@ from tunesmith.base.runs.folder import TRIAL
 from tunesmith.base.runs.listing import read_recipe
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.content import check_content, check_text
-from tunesmith.collect.store.records import MODEL_SOURCE, Candidate, NewItem, Verdict
+from tunesmith.collect.store.records import MODEL_SOURCE, Candidate, NewItem, Person, Verdict
 from tunesmith.collect.store.runs import RunReader
+from tunesmith.collect.store.vote_reader import VoteReader
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.drawing import Drawer, Drawing
 from tunesmith.collect.web.run_index import RunIndex
@@ -400,9 +401,10 @@ def talks_of(folder: Path, rater_id: int) -> Iterator[tuple[Path, Conversation]]
     yield from ((file, talk) for _, file, talk in sorted(found, key=lambda one: one[:2]))
 
 
-def talk_rows(folder: Path, rater_id: int) -> Iterator[Json]:
-    """The conversations of a rater as rows of an export of their data."""
-    for file, talk in talks_of(folder, rater_id):
+def person_rows(reader: VoteReader, folder: Path, person: Person) -> Iterator[Json]:
+    """The rows of an export of one person's data: those that `reader` has, and conversations in the server's folder."""
+    yield from reader.data_of(person)
+    for file, talk in talks_of(folder / FOLDER, person.rater_id):
         changed_at = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat(timespec="seconds")
         turns = [
             {"text": one.text, "answers": [answer["text"] for answer in one.answers], "verdict": one.verdict or None}
@@ -449,8 +451,9 @@ def of_live_loop(folder: Path, runs: RunReader, *, has_all: bool = False) -> lis
     # As the loop draws and learns, and as its held-out prompts are, which votes are to make better.
     as_text = all(isinstance(one.prompt, str) for one in runs.offers_after(0, 1))
     base = Contestant("v0", {**model, "trust_remote_code": False}, sampling, 0, as_text)
-    versions = {one.version: Path(one.path).name for one in runs.versions() if one.accepted and one.path}
-    serving = next((one.version for one in runs.versions() if one.serving), 0)
+    known = runs.versions()
+    versions = {one.version: Path(one.path).name for one in known if one.accepted and one.path}
+    serving = next((one.version for one in known if one.serving), 0)
     before = sorted((number for number in versions if number <= serving), reverse=True)
     others = sorted((number for number in versions if number > serving), reverse=True)
     paths = {

@@ -175,8 +175,8 @@ class PolicyTask:
         self.cfg = cfg
         self.device = device
         self.num_steps = cfg.run.steps or 100
-        factory, tools = inputs.environment_factory, inputs.tools or ()
-        open_episode = opener(cfg.environment, tools=tools, environment_factory=factory)  # a wrong name ends here
+        # Before the model is loaded, so that a wrong name is told at once.
+        open_episode = opener(cfg.environment, tools=inputs.tools or (), environment_factory=inputs.environment_factory)
         self.loaded = load_policy(cfg.model, device=device)
         tokenizer, max_length = self.loaded.tokenizer, room_for_prompts(self.loaded.model, cfg.rollout.max_new_tokens)
         given = rows_of(cfg.prompts.source, cfg.environment.arguments) if inputs.prompts is None else inputs.prompts
@@ -270,12 +270,13 @@ class PolicyTask:
     def _conversations(self, open_episode: Open, inputs: Inputs) -> Conversations:
         """The policy's environment, of which one episode is made, so that what is wrong with it is said at once."""
         section = self.cfg.environment
-        factory, tools = inputs.environment_factory, inputs.tools or ()
+        factory = inputs.environment_factory
+        given: dict[str, object] = {"environment": factory}
         if isinstance(factory, Mapping):
             for prompt in (*self.data.train, *self.data.heldout):
                 name_in(prompt.columns, factory)
-        named = {f"environment {name}": one for name, one in factory.items()} if isinstance(factory, Mapping) else {}
-        given = {**(named or {"environment": factory}), **{f"tool {number}": tool for number, tool in enumerate(tools)}}
+            given = {f"environment {name}": one for name, one in factory.items()}
+        given |= {f"tool {number}": tool for number, tool in enumerate(inputs.tools or ())}
         self._given = {name: identity_of(one) for name, one in given.items() if one is not None}
         found = Conversations(
             open_episode,

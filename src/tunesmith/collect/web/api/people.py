@@ -1,17 +1,16 @@
 """Routes of the API for admins: the data of one person, and the audit log."""
 
-import json
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
 from tunesmith.base.core.errors import UnknownPersonError
+from tunesmith.collect.data.vote_files import jsonl_lines
 from tunesmith.collect.store.records import AuditEntry, Person
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api.openai import Json, RefusedError
-from tunesmith.collect.web.arena import FOLDER, talk_rows
+from tunesmith.collect.web.arena import person_rows
 from tunesmith.collect.web.services import Caller, Services, ServicesOf
 
 PERSON_DATA, AUDIT = "/v1/person_data", "/v1/audit"
@@ -38,7 +37,8 @@ def router() -> APIRouter:
         """What is stored of a rater or key, or with `key` of a user of that key, as JSON Lines."""
         person = _found(services, user, key)
         services.votes.note("data exported", person.as_detail, by=caller.id)
-        return StreamingResponse(_lines(services, person), media_type="application/x-ndjson")
+        rows = person_rows(services.votes.reader, services.settings.folder, person)
+        return StreamingResponse(jsonl_lines(rows), media_type="application/x-ndjson")
 
     @routes.delete(PERSON_DATA)
     def delete(user: Name, caller: Caller, services: ServicesOf, key: KeyName = "") -> Json:
@@ -75,11 +75,3 @@ def _found(services: Services, user: str, key: str) -> Person:
         return services.votes.reader.person(user, key)
     except UnknownPersonError as error:
         raise RefusedError(404, str(error), param="key" if key else "user") from None
-
-
-def _lines(services: Services, person: Person) -> Iterator[str]:
-    yield from (
-        json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in services.votes.reader.data_of(person)
-    )
-    talks = talk_rows(services.settings.folder / FOLDER, person.rater_id)
-    yield from (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in talks)
