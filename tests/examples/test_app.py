@@ -17,7 +17,7 @@ pytest.importorskip("axe_playwright_python")
 
 from arena_parts import HOSTILE, make_loop
 from page_fixtures import browser
-from page_parts import faults_of, looks
+from page_parts import WENT_AWAY, faults_of, looks
 from pages import blocks
 from server_parts import Client, Server
 from tunesmith.collect.store.votes import VoteStore
@@ -189,7 +189,7 @@ def test_another_answer_is_asked_for_and_the_ones_before_are_kept(page: Any, ser
 
 
 def test_what_goes_wrong_is_said_and_can_be_mended(page: Any, server: Server, tmp_path: Path):
-    page.expected = ("status of 401", "status of 503", "ERR_CONNECTION_REFUSED")
+    page.expected = ("status of 401", "status of 503", *WENT_AWAY)
     ask(page, "no model")
     page.locator("#fault", has_text="the model cannot be used").wait_for()
     assert page.locator("#question").input_value() == "no model"

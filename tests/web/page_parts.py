@@ -12,6 +12,9 @@ HOSTILE = (
     "<style>*{display:none}</style><base href=http://evil.example>",
 )
 
+# What a browser may say of a server that has gone: a kept connection is reset, a new one refused.
+WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_INTERNET_DISCONNECTED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
+
 
 def press(page, *keys: str) -> None:
     """Press keys as soon as the page takes a verdict."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from page_parts import HOSTILE, answers, faults_of, looks, number, press, wait_until_sent
+from page_parts import HOSTILE, WENT_AWAY, answers, faults_of, looks, number, press, wait_until_sent
 from server_parts import pairs
 from tunesmith.collect.store.records import Candidate, NewItem, NewOffer
 from tunesmith.collect.store.runs import RunStore
@@ -10,8 +10,6 @@ from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.access import API
 
 pytestmark = pytest.mark.browser
-
-WENT_AWAY = ("ERR_CONNECTION_REFUSED", "ERR_INTERNET_DISCONNECTED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
 
 
 def test_votes_by_keyboard_alone_are_stored_as_they_were_meant(serve, visit, stored):
