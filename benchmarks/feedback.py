@@ -1,9 +1,9 @@
 """What the live loop learns from an application's feedback: thumbs, edits, pairs, and all of them in turns.
 
 For each kind a server with the API and a trainer run for some seconds, while simulated users, by OpenAI's client,
-continue openings and say by a lexicon what the answers are worth; a share of what they say is wrong. An edit adds a
-sentence. Then the base model and the last version continue held-out openings, which the lexicon judges. With the
-default, ten minutes on two cores. What is learnt says nothing about people.
+continue openings and say by a lexicon what the answers are worth; a share of what they say is wrong, and of reversed
+users all but that share. An edit adds a sentence. Then the base model and the last version continue held-out openings,
+which the lexicon judges. With the default, ten minutes on two cores. What is learnt says nothing about people.
 """
 
 import json
@@ -13,6 +13,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tunesmith.apps.workflows.live_simulation import (
 )
 from tunesmith.base.core.seeds import derive
 from tunesmith.collect.statistics.intervals import proportion_interval
+from tunesmith.collect.store.runs import RunReader
 from tunesmith.learn.rewards.builtin import TIE_BELOW, SimulatedRater
 
 KINDS = ("thumbs", "edits", "pairs")
@@ -45,11 +47,14 @@ _TINY = (
 class Users:
     """`with Users(...)`: so many threads ask and say what they think until the block ends."""
 
-    def __init__(self, api: str, key: str, kind: str, prompts: Sequence[str], *, num_users: int, seed: int) -> None:
+    def __init__(
+        self, api: str, key: str, kind: str, prompts: Sequence[str], *, num_users: int, share_reversed: float, seed: int
+    ) -> None:
         self._api = api
         self._key = key
         self._kinds = KINDS if kind == "all" else (kind,)
         self._prompts = prompts
+        self._num_reversed = round(share_reversed * num_users)
         self._seed = seed
         self._leave = threading.Event()
         self.said: list[str] = []
@@ -87,7 +92,7 @@ class Users:
         made = client.completions.create(model="live", prompt=prompt, n=n, user=f"user {number}")
         texts = [choice.text for choice in made.choices]
         scores = [judge.score(prompt, text) for text in texts]
-        is_right = draw.random() < ACCURACY
+        is_right = (draw.random() < ACCURACY) == (number >= self._num_reversed)
         said: dict[str, Any] = {"inference_id": made.id}
         if kind == "pairs":
             if abs(scores[0] - scores[1]) < TIE_BELOW:
@@ -110,7 +115,7 @@ class Users:
 def talked(folder: Path, kind: str, options: Namespace) -> Users:
     """The users, once they have talked to a server beside a trainer and all have left."""
     words = ["live", "--dir", str(folder), *(_TINY if options.quick else _SMOLLM2), "--seed", str(options.seed)]
-    asking = {"num_users": options.users, "seed": options.seed}
+    asking = {"num_users": options.users, "share_reversed": options.reversed, "seed": options.seed}
     with child("trainer", words, folder / "trainer.log") as trainer:
         prompts = openings(folder, trainer)
         with server(folder, "--openai", str(folder)) as served:
@@ -126,6 +131,8 @@ def measured(kind: str, options: Namespace, say: Say) -> dict[str, Any]:
         users = talked(folder, kind, options)
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         comparison = compare_versions(SimulationOptions(folder, num_pairs=options.pairs, seed=options.seed))
+        with closing(RunReader.open(folder / "runs.db")) as reader:
+            versions = [one for one in reader.versions() if one.version > 0]
     hits = [hit(one.score_before, one.score_after) for one in comparison.samples]
     low, high = proportion_interval(hits, [one.prompt_id for one in comparison.samples])
     found = {
@@ -137,6 +144,8 @@ def measured(kind: str, options: Namespace, say: Say) -> dict[str, Any]:
         "feedback": len(users.said),
         "learnt": result["votes"],
         "updates": result["updates"],
+        "versions_served": sum(one.accepted for one in versions),
+        "versions_refused": sum(not one.accepted for one in versions),
         "feedback_to_version_s": result["vote_to_version_median_s"],
         "problems": users.problems[:5],
     }
@@ -147,12 +156,15 @@ def measured(kind: str, options: Namespace, say: Say) -> dict[str, Any]:
 def measure(options: Namespace, say: Say) -> dict[str, object]:
     """All kinds, one after the other."""
     kinds = options.kind or (*KINDS, "all")
-    return {**head(options, "feedback", "quick"), **{kind: measured(kind, options, say) for kind in kinds}}
+    return {
+        **head(options, "feedback", "quick", "seconds", "users", "reversed"),
+        **{kind: measured(kind, options, say) for kind in kinds},
+    }
 
 
 def _show(facts: Mapping[str, Any]) -> None:
     kinds = [kind for kind in (*KINDS, "all") if kind in facts]
-    columns = ("win_rate", "low", "high", "feedback", "learnt", "updates", "feedback_to_version_s")
+    columns = ("win_rate", "low", "high", "feedback", "learnt", "updates", "versions_refused", "feedback_to_version_s")
     rows = [[kind, *(f"{facts[kind][name] or 0:.3g}" for name in columns)] for kind in kinds]
     print_table(["feedback", *columns], rows)
 
@@ -165,6 +177,7 @@ main = benchmark(
     kind={"action": "append", "choices": (*KINDS, "all"), "help": "one kind of feedback; repeatable. All if left out"},
     seconds={"type": float, "default": 120.0, "metavar": "S", "help": "seconds in which users talk, for each kind"},
     users={"type": int, "default": 3, "metavar": "N", "help": "simulated users"},
+    reversed={"type": float, "default": 0.0, "metavar": "SHARE", "help": "share of users who say the opposite"},
     pairs={"type": int, "default": 200, "metavar": "N", "help": "fresh pairs that are compared, about"},
 )
 
