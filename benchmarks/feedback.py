@@ -48,13 +48,23 @@ class Users:
     """`with Users(...)`: so many threads ask and say what they think until the block ends."""
 
     def __init__(
-        self, api: str, key: str, kind: str, prompts: Sequence[str], *, num_users: int, share_reversed: float, seed: int
+        self,
+        api: str,
+        key: str,
+        kind: str,
+        prompts: Sequence[str],
+        *,
+        num_users: int,
+        share_reversed: float,
+        think_s: float,
+        seed: int,
     ) -> None:
         self._api = api
         self._key = key
         self._kinds = KINDS if kind == "all" else (kind,)
         self._prompts = prompts
         self._num_reversed = round(share_reversed * num_users)
+        self._think_s = think_s
         self._seed = seed
         self._leave = threading.Event()
         self.said: list[str] = []
@@ -79,7 +89,8 @@ class Users:
 
         draw, judge = random.Random(derive(self._seed, "user", number)), SimulatedRater()
         with openai.OpenAI(base_url=self._api, api_key=self._key, max_retries=3, timeout=60) as client:
-            while not self._leave.is_set():
+            # People read, think, and come back: between two requests of one, exponential times.
+            while not self._leave.wait(draw.expovariate(1 / self._think_s)):
                 try:
                     self._turn(client, draw, judge, number)
                 except openai.OpenAIError as error:
@@ -115,7 +126,12 @@ class Users:
 def talked(folder: Path, kind: str, options: Namespace) -> Users:
     """The users, once they have talked to a server beside a trainer and all have left."""
     words = ["live", "--dir", str(folder), *(_TINY if options.quick else _SMOLLM2), "--seed", str(options.seed)]
-    asking = {"num_users": options.users, "share_reversed": options.reversed, "seed": options.seed}
+    asking = {
+        "num_users": options.users,
+        "share_reversed": options.reversed,
+        "think_s": options.think,
+        "seed": options.seed,
+    }
     with child("trainer", words, folder / "trainer.log") as trainer:
         prompts = openings(folder, trainer)
         with server(folder, "--openai", str(folder)) as served:
@@ -157,7 +173,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     """All kinds, one after the other."""
     kinds = options.kind or (*KINDS, "all")
     return {
-        **head(options, "feedback", "quick", "seconds", "users", "reversed"),
+        **head(options, "feedback", "quick", "seconds", "users", "think", "reversed"),
         **{kind: measured(kind, options, say) for kind in kinds},
     }
 
@@ -177,6 +193,7 @@ main = benchmark(
     kind={"action": "append", "choices": (*KINDS, "all"), "help": "one kind of feedback; repeatable. All if left out"},
     seconds={"type": float, "default": 120.0, "metavar": "S", "help": "seconds in which users talk, for each kind"},
     users={"type": int, "default": 3, "metavar": "N", "help": "simulated users"},
+    think={"type": float, "default": 1.0, "metavar": "S", "help": "mean seconds of a user between two requests"},
     reversed={"type": float, "default": 0.0, "metavar": "SHARE", "help": "share of users who say the opposite"},
     pairs={"type": int, "default": 200, "metavar": "N", "help": "fresh pairs that are compared, about"},
 )
