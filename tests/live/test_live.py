@@ -475,3 +475,23 @@ def test_votes_teach_a_reward_model_and_the_policy_follows_it(update: str, tmp_p
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["reward_model/accuracy"] > 0.6
     assert rows[-1]["kl"] != 0
+
+
+def test_old_votes_are_replayed_only_once_no_new_ones_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    learnt: list[int] = []
+    step = VoteDPO.step
+
+    def counted(learner: VoteDPO, votes: Sequence[VotedPair], *rest: Any) -> Any:
+        learnt[-1] += len(votes)
+        return step(learner, votes, *rest)
+
+    monkeypatch.setattr(VoteDPO, "step", counted)
+    with looping(live_recipe(tmp_path, live={"pool": 40})) as loop, voters(tmp_path) as people:
+        while len(loop.memory.fresh) < 24:
+            loop.refill()
+            people.vote(1, lambda _: "left")
+            loop.read_votes()
+        for _ in range(3):
+            learnt.append(0)
+            loop.update()
+    assert learnt == [8, 8, 16]

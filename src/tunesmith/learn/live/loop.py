@@ -334,7 +334,10 @@ class Loop:
         self, fresh: Sequence[VotedPair], thumbs: Sequence[LabelledAnswer], regenerated: Sequence[VotedPair]
     ) -> list[StepResult]:
         """The optimizer steps of one update, on fresh votes, thumbs and regenerated answers, and some learnt before."""
-        seed, share = derive(self.cfg.run.seed, "update", self.position.num_updates), self.cfg.live.replay
+        seed = derive(self.cfg.run.seed, "update", self.position.num_updates)
+        # While new ones wait, old ones are not learnt again: a policy that falls behind would learn from old answers.
+        is_behind = bool(self.memory.fresh or (self.learns_thumbs and self.feedback.fresh))
+        share = 0.0 if is_behind else self.cfg.live.replay
         taken = {label.feedback_id for label in thumbs}
         votes = [*fresh, *self.memory.replay(round(share * len(fresh)), seed, [vote.vote_id for vote in fresh])]
         labels = [*thumbs, *self.feedback.replay(round(share * len(thumbs)), seed, taken)]

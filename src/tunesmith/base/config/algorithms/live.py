@@ -186,7 +186,7 @@ class LiveSection(Section):
     max_votes_per_update: PositiveInt = 128
     """Most new votes in one update."""
     replay: NonNegative = 1.0
-    """Old votes replayed in an update, for each new one."""
+    """Old votes replayed in an update, for each new one; none while more new ones wait than an update takes."""
     pool: PositiveInt = 32
     """Pairs waiting for votes; new ones are sampled when fewer are left."""
     heldout_prompts_per_round: NonNegativeInt = 4
