@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 REVISIONS: dict[DatabaseName, tuple[str, ...]] = {
     "votes": ("votes_0001", "votes_0002", "votes_0003"),
-    "runs": ("runs_0001", "runs_0002"),
+    "runs": ("runs_0001", "runs_0002", "runs_0003"),
 }
 """Schema revisions that this release knows, oldest first: the names of the scripts in `migrations/`."""
 

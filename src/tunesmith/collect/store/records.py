@@ -434,12 +434,15 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class NewOffer:
-    """Answers of one policy version to one prompt, offered to raters."""
+    """Answers of one policy version to one prompt, offered to raters. `selection`: the method that chose the pair, and
+    what it expected; `random` for a pair without any choice.
+    """
 
     version: int
     prompt: Text
     candidates: tuple[Candidate, ...]
     heldout: bool = False
+    selection: str = "random"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

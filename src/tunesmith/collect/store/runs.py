@@ -194,6 +194,7 @@ def _add_offer(connection: Connection, offer: NewOffer, retires_before: int, now
         insert(offers).values(
             version=offer.version,
             heldout=offer.heldout,
+            selection=offer.selection[:64],
             prompt_json=offer.prompt,
             retires_before=retires_before,
             created_at=now,

@@ -394,6 +394,7 @@ offers = Table(
     _id(),
     Column("version", Integer, nullable=False),
     Column("heldout", Boolean, nullable=False),
+    Column("selection", String(64), nullable=False, server_default="random"),
     Column("prompt_json", _Json, nullable=False),
     # Offers with a smaller id are stale from this one on.
     Column("retires_before", _ID, nullable=False),

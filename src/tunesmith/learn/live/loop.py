@@ -36,6 +36,7 @@ from tunesmith.learn.live.folder import LiveFolder, open_folder
 from tunesmith.learn.live.offers import Offers, Rollout
 from tunesmith.learn.live.regenerated import RegeneratedMemory
 from tunesmith.learn.live.reward import RewardUpdate
+from tunesmith.learn.live.selection import Selection
 from tunesmith.learn.live.timing import announce_update
 from tunesmith.learn.live.versions import CheckResult, Position, Versions, check
 from tunesmith.learn.live.vote_dpo import NUM_STEPS, VoteDPO
@@ -314,6 +315,7 @@ class Loop:
                 adapt_kl(self.learner.kl, nats, section.kl)
                 kept = *self.memory.answers, *self.feedback.answers, *self.regenerated.answers
                 self.learner.keep_reference_logps([*drawn.answers, *kept])
+                self.offers.forget_features(self.memory.train)
                 self.note_fresh()
                 version = self.versions.add(result, [one.created_at for one in (*votes, *labels, *pairs)])
         new = {"votes": votes, "feedback": labels, "regenerated": pairs}
@@ -419,7 +421,7 @@ class Loop:
 
     def offer(self, drawn: Rollout, *, is_new: bool) -> None:
         """Offer pairs of `drawn` to raters; with `is_new`, earlier offers become stale."""
-        pairs = self.offers.pair(drawn, self.position.version)
+        pairs = self.offers.pair(drawn, self.position.version, self.memory.train)
         self.can_draw = bool(pairs)
         if not pairs:
             _log.warning("all completions of a prompt are equal: no pairs to compare until the policy changes")
@@ -508,7 +510,9 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
         cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature, cfg.live.feedback
     )
     engine = engine_for(cfg.rollout, policy, tokenizer, lambda: learner.optimizer)  # a rollback replaces it
-    offers = Offers(cfg, found, engine, reference, tokenizer)
+    section = cfg.live.selection
+    selection = None if section.method == "random" else Selection(section, reference)
+    offers = Offers(cfg, found, engine, reference, tokenizer, selection)
     cut = {one.content: one.token_ids for one in (*found.train, *found.heldout) if one.token_ids is not None}
     memory = VoteMemory(tokenizer, context or 10**9, keeps_ties=cfg.dpo.ties != "drop", prompt_ids=cut)
     feedback = FeedbackMemory(cfg.live.feedback, context or 10**9)

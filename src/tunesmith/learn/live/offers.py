@@ -1,7 +1,9 @@
 """Pairs offered to raters: completions of the served policy, on held-out prompts also against the base model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import TypeVar
 
 from tunesmith.base.config.algorithms.live import LiveRecipe
 from tunesmith.base.core.seeds import derive, items_at
@@ -16,7 +18,11 @@ from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.rollout.engine import Engine
 from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.learn.live.selection import Selection
+from tunesmith.learn.live.votes import VotedPair
 from tunesmith.learn.trainers.rollouts import sampling_params
+
+T = TypeVar("T")
 
 _BASE_COMPLETIONS = 4
 """Completions of the base model for each held-out prompt."""
@@ -24,10 +30,11 @@ _BASE_COMPLETIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Completions drawn together: groups of training prompts, and groups of held-out prompts."""
+    """Completions drawn together: groups of training prompts, and groups of held-out prompts. `seed` chose them."""
 
     train: Sequence[Group]
     heldout: Sequence[Group]
+    seed: int
 
     @property
     def completions(self) -> list[Completion]:
@@ -43,13 +50,17 @@ class Rollout:
 
 @dataclass(slots=True)
 class Offers:
-    """Draws completions and pairs them. `open` are ids of the offers without a vote."""
+    """Draws completions and pairs them. `open` are ids of the offers without a vote.
+
+    With `selection` None all pairs are random.
+    """
 
     cfg: LiveRecipe
     prompts: PromptSets
     engine: Engine
     reference: LanguageModel
     tokenizer: PreTrainedTokenizerBase
+    selection: Selection | None = None
     open: set[int] = field(default_factory=set[int])
     base_groups: dict[str, Group] = field(default_factory=dict[str, Group])
 
@@ -64,18 +75,17 @@ class Offers:
             )
             if cfg.rollout.unload_during_update:
                 self.engine.unload()
-        return Rollout(groups[: len(train)], groups[len(train) :])
+        return Rollout(groups[: len(train)], groups[len(train) :], seed)
 
-    def pair(self, rollout: Rollout, version: int) -> list[NewOffer]:
-        """Pairs of different completions.
+    def pair(self, rollout: Rollout, version: int, votes: Iterable[VotedPair]) -> list[NewOffer]:
+        """Pairs of different completions; raters are asked about the last one first. `votes` say what is known.
 
         On held-out prompts, half of the policy's completions are paired among themselves, for the checks of updates;
         the other half with completions of the base model, for the win rate.
         """
         offers = [
-            NewOffer(version, group.prompt.content, pair)
-            for group in rollout.train
-            for pair in _pairs(group.completions, version)
+            NewOffer(version, group.prompt.content, pair, selection=reason)
+            for group, pair, reason in self.train_pairs(rollout.train, version, votes, rollout.seed)
         ]
         if rollout.heldout:
             self.draw_base_groups()
@@ -88,6 +98,34 @@ class Offers:
                 pairs += [pair] if _comparable(*pair) else []
             offers += [NewOffer(version, group.prompt.content, pair, heldout=True) for pair in pairs]
         return offers
+
+    def train_pairs(
+        self, groups: Sequence[Group], version: int, votes: Iterable[VotedPair], seed: int
+    ) -> list[tuple[Group, tuple[Candidate, Candidate], str]]:
+        """Pairs of the completions of training prompts with the reason of each, those most worth asking last."""
+        if self.selection is None:
+            return [(group, pair, "random") for group in groups for pair in _pairs(group.completions, version)]
+        order = items_at(seed, 0, len(groups), len(groups))
+        middle = round(self.selection.section.random_share * len(groups))
+        at_random, selected = ([groups[index] for index in part] for part in (order[:middle], order[middle:]))
+        random_pairs = [(group, pair, "random") for group in at_random for pair in _pairs(group.completions, version)]
+        made = [[_candidate(one, version) for one in group.completions] for group in selected]
+        chosen = self.selection.choose(
+            [[Answer(group.prompt_token_ids, one.token_ids) for one in group.completions] for group in selected],
+            [{(i, j) for i, j in combinations(range(len(of)), 2) if _comparable(of[i], of[j])} for of in made],
+            votes,
+            seed,
+        )
+        best_first = [
+            (selected[one.prompt], (made[one.prompt][one.pair[0]], made[one.prompt][one.pair[1]]), one.reason)
+            for one in chosen
+        ]
+        return _mixed(best_first, random_pairs)[::-1]
+
+    def forget_features(self, votes: Iterable[VotedPair]) -> None:
+        """Drop the cached features of all answers but those of `votes`."""
+        if self.selection is not None:
+            self.selection.keep(answer for vote in votes for answer in vote.answers)
 
     def draw_base_groups(self) -> None:
         """Draw the base model's completions of all held-out prompts, once; they are the same at every start."""
@@ -118,6 +156,12 @@ def _pairs(completions: Sequence[Completion], version: int) -> list[tuple[Candid
         if index is not None:
             pairs.append((first, candidates.pop(index)))
     return pairs
+
+
+def _mixed(first: Sequence[T], second: Sequence[T]) -> list[T]:
+    """Both in their orders, each spread evenly over the whole."""
+    placed = [((index + 0.5) / len(part), one) for part in (first, second) for index, one in enumerate(part)]
+    return [one for _, one in sorted(placed, key=lambda place: place[0])]
 
 
 def _candidate(completion: Completion, version: int) -> Candidate:

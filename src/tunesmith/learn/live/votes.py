@@ -99,6 +99,12 @@ class VoteMemory(Remembered[VotedPair]):
         votes = (*self.fresh.values(), *self.learnt.values(), *self.heldout.values())
         return [answer for vote in votes for answer in vote.answers]
 
+    @property
+    def train(self) -> list[VotedPair]:
+        """All votes on training prompts, oldest first."""
+        known = self.learnt | self.fresh
+        return [known[id] for id in sorted(known)]
+
     def clear(self) -> None:
         """Forget all."""
         Remembered[VotedPair].clear(self)  # slots=True makes another class, which super() does not know

@@ -168,6 +168,21 @@ class LiveCanarySection(Section):
     """Seconds after which a version that is not decided is taken back."""
 
 
+class LiveSelectionSection(Section):
+    """Choice of the pairs that raters are asked about, among the answers that were drawn for a prompt."""
+
+    SHORTHAND = "method"
+
+    method: Literal["random", "infomax", "drts", "delta_ucb", "d_optimal"] = "random"
+    """`drts`: a likely best answer against a likely worst one, drawn from what the votes leave possible; `delta_ucb`:
+    the largest plausible difference; `infomax`: the least certain outcome; `d_optimal`: the most information about the
+    model of the votes. Pairs on held-out prompts are random with each of them."""
+    random_share: Fraction = 0.2
+    """Share of the prompts whose pairs stay random, for figures without the bias of the choice."""
+    width: Positive = 2.0
+    """Standard deviations of the intervals of `infomax` and `delta_ucb`."""
+
+
 class LiveSection(Section):
     """Conditions under which votes become an update, and the versions that are kept."""
 
@@ -193,6 +208,7 @@ class LiveSection(Section):
     """Held-out prompts of a round; half of their answers are paired with each other, half with the base model's."""
     policy_steps: PositiveInt = 2
     """Steps of PPO or GRPO in one update."""
+    selection: LiveSelectionSection = LiveSelectionSection()
     kl: LiveKLSection = LiveKLSection()
     check: LiveCheckSection = LiveCheckSection()
     feedback: LiveFeedbackSection = LiveFeedbackSection()
