@@ -148,7 +148,10 @@ def test_a_completion_without_a_token_is_in_no_pair(tmp_path: Path) -> None:
     learner: Any = Started(online_dpo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids]).learner
     none = Completion((), (), (), "", "length", trajectory=Trajectory((), (), "context_full"))
     said = talk(random.Random(0), 5)
-    groups = [Group(Prompt("a", "a"), (1,), (none, said, said), 0), Group(Prompt("b", "b"), (1,), (none, none, said), 0)]
+    groups = [
+        Group(Prompt("a", "a"), (1,), (none, said, said), 0),
+        Group(Prompt("b", "b"), (1,), (none, none, said), 0),
+    ]
     reward_PG = torch.tensor([[9.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
     credit = learner.credit(groups, Scores(reward_PG, {}, torch.ones(2, 3, dtype=torch.bool)), None)
     assert credit.advantage_PG.tolist() == [[0, -1, 1], [0, 0, 0]]

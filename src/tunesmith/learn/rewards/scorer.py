@@ -321,7 +321,8 @@ class Settler:
         """The scores of all samples, as groups of `shape`.
 
         A sample that no reward applies to, or whose sum is no float32, is a failure too, under the strictest of the
-        policies; a trajectory that its environment broke is left out, whatever they are. Raises RewardError for a failure under `fail`, and if every sample is dropped.
+        policies; a trajectory that its environment broke is left out, whatever they are. Raises RewardError for a
+        failure under `fail`, and if every sample is dropped.
         """
         failures, logged = _Failures(samples), Logged(len(samples))
         rows: list[list[float]] = []
