@@ -65,7 +65,7 @@ def test_a_run_that_is_killed_inside_of_a_trajectory_equals_one_that_was_not(
 
 
 @pytest.mark.slow
-def test_after_a_hundred_kills_inside_of_trajectories_runs_end_as_those_that_were_not_killed(
+def test_a_hundred_kills_inside_of_trajectories_change_nothing(
     whole: Callable[[str], object], tmp_path: Path
 ) -> None:
     """Runs are killed again while they are resumed, until one comes to its end."""
