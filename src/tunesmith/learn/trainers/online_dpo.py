@@ -53,13 +53,12 @@ class OnlineDPO(PolicyStep):
         samples is the sum of theirs: each turn is drawn behind what the model read there.
         """
         mask_BT = micro.sequences.mask_BT
-        pairs_of_rows = [(pair, row) for pair, rows in enumerate(units_of(micro.sequences, 2)) for row in rows]
-        pair_B = torch.tensor([pair for pair, _ in pairs_of_rows], device=mask_BT.device)
+        units = units_of(micro.sequences, self.TOGETHER)
+        pair_B = torch.tensor([pair for pair, rows in enumerate(units) for _ in rows], device=mask_BT.device)
         side_B = (micro.advantage_BT[:, 0] < 0).long()  # every sample begins with a token that was drawn
-        num_pairs = 1 + pairs_of_rows[-1][0]
 
         def sides(x_B: torch.Tensor) -> torch.Tensor:
-            return x_B.new_zeros(2, num_pairs).index_put((side_B, pair_B), x_B, accumulate=True)
+            return x_B.new_zeros(2, len(units)).index_put((side_B, pair_B), x_B, accumulate=True)
 
         reference_BT = micro.reference_logp_BT
         pairs = direct_loss.PairLogps(
