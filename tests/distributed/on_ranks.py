@@ -25,6 +25,8 @@ from safetensors.torch import load_file
 
 from tunesmith.base.config.recipe import ENVIRONMENT_REWARD, Recipe
 from tunesmith.base.config.scale_sections import ScaleSection
+from tunesmith.base.config.sections import RewardSource
+from tunesmith.engine.batch.rollout import Trajectory
 from tunesmith.engine.distributed.launch import ranks_of
 from tunesmith.engine.distributed.ranks import rank
 from tunesmith.engine.models import load
@@ -51,10 +53,11 @@ class Plays:
     tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
-        self.seed = row["seed"]
+        self.seed, self.said = row["seed"], ""
         return [{"role": "user", "content": "Play."}]
 
     def step(self, said: Said) -> Reply:
+        self.said += said.text
         code = sum(map(ord, said.text)) + self.seed
         if code % 13 == 0:
             raise RuntimeError("it broke")
@@ -65,6 +68,13 @@ class Plays:
 
     def close(self) -> None:
         return None
+
+
+def said(environments: Sequence[Plays], trajectories: Sequence[Trajectory]) -> list[float]:
+    """The length of what was said to the instance of each trajectory."""
+    for one, trajectory in zip(environments, trajectories, strict=True):
+        assert one.said == "".join(str(said["content"]) for said in trajectory.messages if said["role"] == "assistant")
+    return [len(one.said) / 100 for one in environments]
 
 
 def runs_of_all(folder: Path) -> dict[str, tuple[Recipe, Inputs]]:
@@ -84,8 +94,8 @@ def runs_of_all(folder: Path) -> dict[str, tuple[Recipe, Inputs]]:
         "frozen": (grpo_recipe(folder, run=run, model={"num_trainable_layers": 1}, grpo=refilled), drawn),
         "repeated": (grpo_recipe(folder, run=run, rollout={"prompts_per_step": 6}), drawn),
         "environment": (
-            grpo_recipe(folder, run=run, prompts=HELDOUT, reward=[ENVIRONMENT_REWARD], environment={"max_turns": 3}),
-            Inputs(prompts=PROMPTS, environment_factory=Plays),
+            grpo_recipe(folder, run=run, prompts=HELDOUT, environment={"max_turns": 3}),
+            Inputs(prompts=PROMPTS, environment_factory=Plays, rewards=[RewardSource(**ENVIRONMENT_REWARD), said]),
         ),
         "best_of_n": (best_of_n_recipe(folder, run=run, best_of_n={"keep": 3, "kl": KL}), drawn),
         "distill": (distill_recipe(folder, run=run, prompts=HELDOUT, distill={"num_minibatches": 2}), drawn),

@@ -410,6 +410,13 @@ def test_an_environment_given_from_python_is_in_the_estimate(tmp_path, capsys) -
     assert of_both[0]["logits"] > of_both[1]["logits"]
 
 
+def test_the_time_of_a_resumed_run_is_estimated_by_its_steps(tmp_path, capsys) -> None:
+    first = run("grpo", tmp_path, steps=2, progress=True)
+    assert "for 2 steps, by a trial of this model" in capsys.readouterr().err
+    train.resume(first.run_dir, prompts=["a", "b", "c"], environment_factory=Talks, steps=5, progress=True)
+    assert "for 3 steps, by 2 steps that this run has made" in capsys.readouterr().err
+
+
 def test_tokens_of_a_rewritten_history_are_those_of_both_sequences() -> None:
     ids = tuple(tiny_model("llama").tokenizer("abcdef", add_special_tokens=False)["input_ids"])
     logps = (-0.5, -1.0, 0.0, 0.0, -2.0, -3.0)

@@ -1,5 +1,7 @@
 """A run that is killed inside of a trajectory and resumed equals one that was not."""
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,9 @@ from tunesmith.learn.trainers.resume import Inputs, resume
 
 RECIPES = {"grpo": grpo_recipe, "ppo": ppo_recipe}
 KILLED = -9
+NUM_KILLS = 100
+VISITS = {"prefill": 12, "decode": 45, "sample": 60, "reply": 12}
+"""Visits of each fault point in a whole run, about: a model reads and draws, and waits for what it is answered."""
 
 
 def train(algorithm: str, folder: Path, processes: int = 0) -> Path:
@@ -20,6 +25,10 @@ def train(algorithm: str, folder: Path, processes: int = 0) -> Path:
     environment = {"source": source, "max_turns": 3, "max_reply_tokens": 16, "processes": processes}
     section = {"dir": str(folder), "steps": 4, "checkpoint_every": 1, "sample_every": 1, "num_threads": 1}
     return training(RECIPES[algorithm](folder, environment=environment, run=section), prompts=PROMPTS).run_dir
+
+
+def go_on(run_dir: Path) -> None:
+    resume(run_dir, inputs=Inputs(prompts=PROMPTS), progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +62,30 @@ def test_a_run_that_is_killed_inside_of_a_trajectory_equals_one_that_was_not(
     assert not (cut / "final").exists()
     again = resume(cut, inputs=Inputs(prompts=PROMPTS), progress=False).run_dir
     assert outcome(again) == whole(algorithm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills_inside_of_trajectories_change_nothing(
+    whole: Callable[[str], object], tmp_path: Path
+) -> None:
+    """Runs are killed again while they are resumed, until one comes to its end."""
+    draw, kills, num_runs = random.Random("kills"), Counter[str](), 0
+
+    def at() -> tuple[str, str]:
+        place = draw.choice(list(VISITS))
+        return place, f"rollout/{place}:kill:{draw.randint(1, VISITS[place])}"
+
+    while kills.total() < NUM_KILLS:
+        algorithm, processes, folder = draw.choice(list(RECIPES)), draw.choice((0, 0, 2)), tmp_path / str(num_runs)
+        place, fault = at()
+        code = forked(train, algorithm, folder, processes, fault=fault)
+        while code == KILLED:
+            kills[place] += 1
+            place, fault = at()
+            code = forked(go_on, the_run(folder), fault=fault)
+        assert code == 0
+        assert outcome(the_run(folder)) == whole(algorithm), (algorithm, processes, kills)
+        num_runs += 1
+    print(f"\n{kills.total()} kills over {num_runs} runs: {dict(kills)}")
+    assert set(kills) == set(VISITS)

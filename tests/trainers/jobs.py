@@ -108,7 +108,7 @@ def start(target: Any, *arguments: Any, fault: str = "") -> BaseProcess:
 def forked(target: Any, *arguments: Any, fault: str = "") -> int:
     """The exit code of `target(*arguments)` in a forked process: negative for a signal that ended it."""
     process = start(target, *arguments, fault=fault)
-    process.join(timeout=120)
+    process.join(timeout=600)
     assert process.exitcode is not None, "the process hangs"
     return process.exitcode
 

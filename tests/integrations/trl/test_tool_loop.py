@@ -69,7 +69,13 @@ def make(build: Callable[..., Any], folders: Callable[[str], str], monkeypatch: 
         tokenizer.chat_template = template.read_text()
         rows = [{"prompt": [{"role": "user", "content": text}]} for text in "abc"]
         data = datasets.Dataset.from_list(rows)
-        arguments = {"processing_class": tokenizer, "tools": list(tools), "train_dataset": data, "eval_dataset": None}
+        arguments = {
+            "processing_class": tokenizer,
+            "tools": list(tools),
+            "train_dataset": data,
+            "eval_dataset": None,
+            **given.pop("arguments", {}),
+        }
         options = {"options": Options(**given.pop("options"))} if "options" in given else {}
         made, _ = build(
             trainer_class,
@@ -113,6 +119,42 @@ def test_tools_at_the_same_time_have_the_results_of_rounds(make: Make) -> None:
     assert generated(rounds) == generated(at_once)
     assert rounds._metrics["train"] == at_once._metrics["train"]
     assert generated(rounds, 3) == generated(at_once, 3)
+
+
+class Places:
+    """Notes where it was looked."""
+
+    def reset(self, **row: object) -> None:
+        self.seen: list[str] = []
+
+    def look(self, place: str) -> str:
+        """Look.
+
+        Args:
+            place: Where.
+        """
+        self.seen.append(place)
+        return f"at {place}"
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_reward_functions_are_given_the_environment_of_each_completion(make: Make, at_once: bool) -> None:
+    looked: list[int] = []
+
+    def score(completions: Sequence[Any], environments: Sequence[Places], **_: object) -> list[float]:
+        assert len({id(one) for one in environments}) == 8
+        for messages, environment in zip(completions, environments, strict=True):
+            found = [one["content"] for one in messages if one["role"] == "tool" and one["name"] == "look"]
+            assert found == [f"at {place}" for place in environment.seen]
+            looked.append(len(found))
+        return [float(len(one.seen)) for one in environments]
+
+    trainer = make(tools=(), arguments={"environment_factory": Places}, options={"concurrent_tools": at_once})
+    trainer.reward_funcs[0] = score
+    for _ in range(2):  # instances are used again
+        rows = [{"prompt": [{"role": "user", "content": "ab"[index // 4]}]} for index in range(8)]
+        trainer._generate_and_score_completions(rows)
+    assert len(looked) == 16 and sum(looked) > 2
 
 
 @pytest.mark.parametrize("limit", [24, 64, 120])

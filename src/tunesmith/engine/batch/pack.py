@@ -137,6 +137,24 @@ def completion_of_rows(groups: Sequence[Group], rows: Sequence[int] | None = Non
     return [row for row in (range(len(every)) if rows is None else rows) for _ in every[row].samples]
 
 
+def units_of(sequences: Sequences, together: int = 1) -> list[list[int]]:
+    """The rows that are not to be torn apart: those of each `together` consecutive completions, with all samples of
+    each; for 1 each row by itself.
+    """
+    num_rows = len(sequences.lengths_B)
+    if together == 1 or sequences.turns is None:
+        return [list(rows) for rows in chunks(range(num_rows), together)]
+    units: list[list[int]] = []
+    num_begun = 0
+    for row, first_turn in enumerate(sequences.turns.index_BT[:, 0].tolist()):
+        if first_turn == 0:  # later samples of a completion begin with a later turn
+            if num_begun % together == 0:
+                units.append([])
+            num_begun += 1
+        units[-1].append(row)
+    return units
+
+
 def _turns(completions: Sequence[Completion], width: int) -> TurnTokens:
     """The turns of all samples of `completions`, numbered within each completion."""
     rows = [turns for completion in completions for turns in _numbered(completion)]

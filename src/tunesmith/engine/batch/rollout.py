@@ -73,7 +73,8 @@ class Trajectory:
 
     `turns` are those of this completion. `messages` follow the prompt: what the model said and what it was answered.
     `reward` is what the environment gave for the whole and for all turns together; None if it gave nothing, or if
-    something broke, which `error` names.
+    something broke, which `error` names. `environment` is the instance that it was played with, as it was at the end,
+    until the next trajectories are drawn; None if that is in another process, or broke.
     """
 
     turns: tuple[Turn, ...]
@@ -81,6 +82,11 @@ class Trajectory:
     stop_reason: StopReason
     reward: float | None = None
     error: str | None = None
+    environment: object | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[type["Trajectory"], tuple[object, ...]]:
+        """What is sent to another process: all but the instance."""
+        return Trajectory, (self.turns, self.messages, self.stop_reason, self.reward, self.error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,11 @@ class ToolEpisode:
         self._kinds = {name: kinds_of(function) for name, function in named.items()}
         self._wait = wait
 
+    @property
+    def environment(self) -> object | None:
+        """See `instance_in`."""
+        return self._environment
+
     def reset(self, row: Mapping[str, object]) -> str | None:
         """See `Episode.reset`."""
         reset = getattr(self._environment, "reset", None)
@@ -196,6 +201,13 @@ class ToolEpisode:
         close = getattr(self._environment, "close", None)
         if close is not None:
             self._wait(close())
+
+
+def instance_in(episode: Episode) -> object | None:
+    """The environment that takes part in an episode, which reward functions are given: `episode.environment`, else, of
+    an episode that somebody wrote, itself. None of tools alone, of tasks, and of one in another process.
+    """
+    return getattr(episode, "environment", episode)
 
 
 def methods_of(environment: object) -> list[Callable[..., Any]]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from tunesmith.base.core.errors import InputError
 from tunesmith.learn.environments.calls import Calls
-from tunesmith.learn.environments.contract import Await, Episode, Message, Reply, Said, ToolEpisode
+from tunesmith.learn.environments.contract import Await, Episode, Message, Reply, Said, ToolEpisode, instance_in
 from tunesmith.learn.environments.openenv import is_openenv, openenv_episode
 from tunesmith.learn.environments.text import TextEpisode, seed_of, text_from, user
 
@@ -122,6 +122,11 @@ class NamedEpisode:
         self._current = self._episode(name)
         return self._current.reset({column: value for column, value in row.items() if column != ENVIRONMENT})
 
+    @property
+    def environment(self) -> object | None:
+        """That of the row."""
+        return instance_in(self._of_row())
+
     def step(self, said: Said) -> Reply:
         """See `Episode.step`."""
         return self._of_row().step(said)
@@ -188,7 +193,7 @@ class GymEpisode(TextEpisode):
                     f"the {name} of {type(environment).__name__} is {space}, but a language model reads and writes "
                     "text; wrap the environment in one whose spaces are gymnasium.spaces.Text"
                 )
-        self._environment = environment
+        self.environment = environment
         module = type(getattr(environment, "unwrapped", environment)).__module__
         own = OwnRandomness() if module.startswith("gem.") else None
         self._in_reset = nullcontext if own is None else own.entered
@@ -203,13 +208,13 @@ class GymEpisode(TextEpisode):
         if "seed" in given:
             given["seed"] = seed_of(row)
         with self._in_reset():
-            result = self._wait(self._environment.reset(**given))
+            result = self._wait(self.environment.reset(**given))
         return text_from(result[0] if isinstance(result, tuple) else result, "reset")
 
     def act(self, text: str) -> Reply:
         """See `TextEpisode.act`."""
         with self._in_step():
-            result = self._wait(self._environment.step(text))
+            result = self._wait(self.environment.step(text))
         match result:
             case (seen, reward, terminated, truncated, _):
                 done = bool(terminated) or bool(truncated)
@@ -223,8 +228,8 @@ class GymEpisode(TextEpisode):
 
     def close(self) -> None:
         """See `Episode.close`."""
-        if hasattr(self._environment, "close"):
-            self._wait(self._environment.close())
+        if hasattr(self.environment, "close"):
+            self._wait(self.environment.close())
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,18 +252,18 @@ class SkyRLEpisode(TextEpisode):
     def __init__(self, make: Callable[[Mapping[str, object]], Any], functions: Functions, wait: Await) -> None:
         super().__init__(functions, wait)
         self._make = make
-        self._environment: Any = None
+        self.environment: Any = None
 
     def reset(self, row: Mapping[str, object]) -> Sequence[Message]:
         """The messages with which the environment of `row` begins."""
         self.close()
-        self._environment = self._make(row)
-        prompt, _ = self._wait(self._environment.init([dict(one) for one in row["prompt"]]))  # type: ignore[union-attr]
+        self.environment = self._make(row)
+        prompt, _ = self._wait(self.environment.init([dict(one) for one in row["prompt"]]))  # type: ignore[union-attr]
         return prompt
 
     def act(self, text: str) -> Reply:
         """See `TextEpisode.act`."""
-        output = self._wait(self._environment.step(text))
+        output = self._wait(self.environment.step(text))
         messages, done = tuple(output["observations"]), bool(output["done"])
         if not (messages or done):
             raise ValueError("step returned no observations, and not done; return a message that the model answers")
@@ -266,9 +271,9 @@ class SkyRLEpisode(TextEpisode):
 
     def close(self) -> None:
         """See `Episode.close`."""
-        if self._environment is not None:
-            self._wait(self._environment.close())
-            self._environment = None
+        if self.environment is not None:
+            self._wait(self.environment.close())
+            self.environment = None
 
 
 _MOVES = re.compile(r"(?:available|valid|legal) moves?:((?:[\s,;|/']*\[[^\[\]]+\])+)", re.IGNORECASE)
@@ -288,7 +293,7 @@ class TextArenaEpisode(TextEpisode):
 
     def __init__(self, game: Any, functions: Functions, wait: Await) -> None:
         super().__init__(functions, wait)
-        self._game, self._inner = game, game
+        self.environment, self._inner = game, game
         self._memories: list[Any] = []
         while "env" in vars(self._inner):
             if "full_observations" in vars(self._inner):
@@ -318,7 +323,7 @@ class TextArenaEpisode(TextEpisode):
         """Reset the game; returns the number of players, which games do not say but insist on."""
         for number in self._num_players:
             try:
-                self._game.reset(num_players=number, seed=seed)
+                self.environment.reset(num_players=number, seed=seed)
             except (AssertionError, ValueError):
                 continue
             kinds = {kind.__name__ for kind in type(getattr(self._inner, "state", None)).__mro__}
@@ -332,11 +337,11 @@ class TextArenaEpisode(TextEpisode):
     def act(self, text: str) -> Reply:
         """See `TextEpisode.act`."""
         with self._randomness.entered():
-            done, _ = self._game.step(text)
+            done, _ = self.environment.step(text)
             done = self._let_others_move(done=done)
         if not done:
             return Reply((user(self._seen()),), 0.0)
-        rewards, info = self._game.close()
+        rewards, info = self.environment.close()
         reward = (rewards or {}).get(0, 0.0)
         if isinstance(reward, str):  # Countdown, Cryptarithm and ThreeCardMonte put the reason of an invalid move here
             reward, info = INVALID_MOVE, {0: {"reason": reward}}
@@ -346,7 +351,7 @@ class TextArenaEpisode(TextEpisode):
     def _let_others_move(self, *, done: bool) -> bool:
         """Make the moves of the second player, if it is its turn; returns whether the game is over."""
         while not done and self._inner.state.current_player_id != 0:
-            done, _ = self._game.step(self._random.choice(self._listed(self._seen())))
+            done, _ = self.environment.step(self._random.choice(self._listed(self._seen())))
         return bool(done)
 
     def _listed(self, seen: str) -> list[str]:

@@ -29,7 +29,7 @@ from tunesmith.engine.models.turns import Answer, call_ends, next_turn, parse_an
 from tunesmith.engine.rollout.engine import Continuation, Dialogue, Engine
 from tunesmith.engine.rollout.sampler import noise_keys
 from tunesmith.learn.environments.calls import Calls, Open, Shared, TimeLimitError
-from tunesmith.learn.environments.contract import Call, Episode, Reply, Said, clean
+from tunesmith.learn.environments.contract import Call, Episode, Reply, Said, clean, instance_in
 from tunesmith.learn.environments.processes import Processes
 
 _log = get_logger(__name__)
@@ -165,6 +165,7 @@ class Conversations:
         self.max_tokens = section.tokens_of(max_new_tokens)
         self._shared = Shared(math.inf if isinstance(open_episode, Processes) else section.timeout_s)
         self._idle: list[Hosted] = []
+        self._lent: list[_State] = []
         self._made: set[Hosted] = set()
         self._is_closed = False
         self._lock = threading.Lock()
@@ -177,8 +178,11 @@ class Conversations:
         n: int,
         sampling: SamplingParams,
         on_group: Callable[[int, Group], None] | None = None,
+        *,
+        keeps: bool = False,
     ) -> list[Group]:
-        """`n` trajectories behind each prompt, as one group each. Of several ranks each draws its share of the prompts.
+        """`n` trajectories behind each prompt, as one group each. Of several ranks each draws its share of the prompts,
+        and has their instances (`Trajectory.environment`): until the next call, unless that `keeps` them too.
 
         The episodes of a prompt begin with the same seed, a function of that of `sampling` and of the prompt.
 
@@ -186,6 +190,8 @@ class Conversations:
             InputError: a prompt does not fit the context.
             EnvironmentFailedError: every trajectory broke.
         """
+        if not keeps:
+            self._take_back()
         with ThreadPoolExecutor(self._section.max_calls, thread_name_prefix="tunesmith-turn") as pool:
             own = share_of(prompts, all_ranks=True)
             seeds = [derive(sampling.seed or 0, "environment", prompt.id) for prompt in own]
@@ -194,8 +200,7 @@ class Conversations:
             try:
                 version = self._converse(engine, states, sampling, pool)
             finally:
-                for state in states:
-                    self._give_back(state)
+                self._lent += states
         drawn: list[Group] = []
         for index, prompt in enumerate(own):
             of_prompt = states[index * n : (index + 1) * n]
@@ -203,6 +208,8 @@ class Conversations:
             completions = tuple(_completion(state, front.prompt_ids) for state in of_prompt)
             drawn.append(Group(of_prompt[0].shown or prompt, front.prompt_ids, completions, version))
         groups = gathered(drawn, "trajectories", all_ranks=True)
+        for place, group in zip(share_of(range(len(prompts)), all_ranks=True), drawn, strict=True):
+            groups[place] = group  # with its instances, which are not gathered
         ended = [(group.prompt.id, one.trajectory) for group in groups for one in group.completions]
         _check([(prompt_id, trajectory.error) for prompt_id, trajectory in ended if trajectory is not None])
         if on_group is not None:
@@ -432,6 +439,12 @@ class Conversations:
                 self._made.add(made)
             return not self._is_closed
 
+    def _take_back(self) -> None:
+        """Let the instances of earlier trajectories be used again."""
+        lent, self._lent = self._lent, []
+        for state in lent:
+            self._give_back(state)
+
     def _give_back(self, state: _State) -> None:
         if state.hosted is not None:
             with self._lock:
@@ -528,6 +541,7 @@ def _completion(state: _State, front: tuple[int, ...]) -> Completion:
     said = tuple(state.messages[state.num_before :])
     messages = said or ({"role": "assistant", "content": ""},)  # reward functions expect one
     is_cut = reason in ("max_turns", "max_tokens", "context_full")
+    instance = None if state.hosted is None else instance_in(state.hosted.episode)
 
     def completion(sample: _Sample, earlier: tuple[Completion, ...] = ()) -> Completion:
         return Completion(
@@ -537,7 +551,7 @@ def _completion(state: _State, front: tuple[int, ...]) -> Completion:
             "" if state.last is None else state.last.text,
             "length" if is_cut else "stop",
             tuple(sample.values) if sample.values else None,
-            trajectory=Trajectory(tuple(sample.turns), messages, reason, reward, state.error),
+            trajectory=Trajectory(tuple(sample.turns), messages, reason, reward, state.error, instance),
             prompt_ids=None if sample.prompt_ids == front else sample.prompt_ids,
             earlier=earlier,
         )

@@ -132,20 +132,20 @@ class Session:
 
     def __init__(self, environment: Any, form: Form, wait: Await) -> None:
         self.form = form
-        self._environment, self._wait = environment, wait
+        self.environment, self._wait = environment, wait
         self._begun_on: object = None
 
     def reset(self, row: Mapping[str, Any]) -> str:
         """Begin an episode with the row's columns; returns what is seen first."""
         columns = {name: value for name, value in row.items() if name != "prompt" and _is_json(value)}
-        given = accepted(self._environment.reset, {**columns, "seed": seed_of(row)})
-        result = self._guarded(partial(self._environment.reset, **given))
+        given = accepted(self.environment.reset, {**columns, "seed": seed_of(row)})
+        result = self._guarded(partial(self.environment.reset, **given))
         self._begun_on = self._connection
         return text_of(_read(result).content)
 
     @property
     def _connection(self) -> object:
-        return getattr(getattr(self._environment, "async_client", None), "_ws", None)
+        return getattr(getattr(self.environment, "async_client", None), "_ws", None)
 
     def step(self, fields: Mapping[str, Any]) -> ToolResult:
         """The result of an action. Raises BadActionError if it has wrong fields."""
@@ -158,7 +158,7 @@ class Session:
         except ValidationError as error:
             faults = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise BadActionError("; ".join(faults)) from error
-        result = self._guarded(partial(self._environment.step, action))
+        result = self._guarded(partial(self.environment.step, action))
         if self._begun_on is not None and self._connection is not self._begun_on:  # the client connects again by itself
             self.close()
             raise ConnectionError("the OpenEnv server went away, and with it the session of this episode")
@@ -181,7 +181,7 @@ class Session:
     def close(self) -> None:
         """End the session, whatever state it is in."""
         with suppress(Exception):
-            self._wait(self._environment.close())
+            self._wait(self.environment.close())
 
 
 class TextSession(TextEpisode):
@@ -189,7 +189,7 @@ class TextSession(TextEpisode):
 
     def __init__(self, session: Session, functions: Functions, wait: Await) -> None:
         super().__init__(functions, wait)
-        self._session = session
+        self._session, self.environment = session, session.environment
 
     def begin(self, row: Mapping[str, object]) -> str:
         """See `TextEpisode.begin`."""
@@ -216,6 +216,11 @@ class ToolSession(ToolEpisode):
         self._session = session
         self._own = list(self.tools)
         self._offered: frozenset[str] = frozenset()
+
+    @property
+    def environment(self) -> object:
+        """See `instance_in`."""
+        return self._session.environment
 
     def reset(self, row: Mapping[str, object]) -> str | Sequence[Message] | None:  # type: ignore[override]
         """See `Episode.reset`."""

@@ -227,6 +227,9 @@ class Processes:
 class ProcessEpisode:
     """An episode in a process. If that ended between two trajectories, it begins anew in another."""
 
+    environment = None
+    """See `contract.instance_in`: it is in the process."""
+
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self._process, self._key, self.tools = processes.open()

@@ -15,6 +15,9 @@ class TextEpisode(ABC):
     with that tool, which the environment does not see.
     """
 
+    environment: Any = None
+    """See `contract.instance_in`."""
+
     def __init__(self, functions: Sequence[Callable[..., Any]], wait: Await) -> None:
         self._calls = ToolEpisode(None, functions, wait)
         self._wait = wait

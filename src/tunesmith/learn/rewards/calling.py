@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from tunesmith.base.core.errors import RewardError
 from tunesmith.learn.rewards.builtin import RewardFunction
@@ -312,16 +312,40 @@ class FunctionReward(CalledReward):
     `prompts` holds message lists and `completions` holds `[{"role": "assistant", "content": text}]`. A row without a
     column gives None. Lists and mappings in columns are copies, which the function may change. A function without
     `**kwargs` receives what it names alone.
+
+    With an environment there is also `environments=`, the instances that the trajectories were played with. A function
+    that names it is not asked about trajectories that the environment broke: it does not apply to them.
     """
+
+    _NO_INSTANCES: ClassVar[str] = (
+        "no environment is in this process; give one as environment_factory or environment.source, and leave "
+        "environment.processes at 0"
+    )
 
     def __init__(self, function: RewardFunction, name: str | None = None, policy: Policy | None = None) -> None:
         super().__init__(name or function_name(function), function, policy, is_async=is_async(function))
         self._parameters = _parameters(function)
+        self._names_environments = ENVIRONMENTS in {parameter.name for parameter in self._parameters or ()}
+
+    async def outcomes_async(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
+        """See `CalledReward.outcomes_async`."""
+        asked = [place for place, sample in enumerate(samples) if not (self._names_environments and sample.is_broken)]
+        if len(asked) == len(samples):
+            return await super().outcomes_async(samples, extras)
+        scored = Scored([None] * len(samples), Logged(len(samples)))
+        if asked:
+            found = await super().outcomes_async([samples[place] for place in asked], extras)
+            for place, outcome in zip(asked, found.outcomes, strict=True):
+                scored.outcomes[place] = outcome
+            scored.logged.add(found.logged, asked)
+            scored.retried = found.retried
+        return scored
 
     def _arguments(
         self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
     ) -> dict[str, object]:
-        offered = _offered(columns, extras)
+        has_instances = any(_instance(sample) is not None for sample in samples)
+        offered = _offered((*columns, ENVIRONMENTS) if has_instances else columns, extras)
         self._check_offered(offered)
         named = {parameter.name for parameter in self._parameters or ()}
         wanted = [name for name in offered if name not in _IF_NAMED or name in named]
@@ -339,11 +363,16 @@ class FunctionReward(CalledReward):
         for parameter in self._parameters or ():
             is_needed = parameter.kind is not parameter.VAR_KEYWORD and parameter.default is parameter.empty
             if is_needed and parameter.name not in offered:
+                if parameter.name == ENVIRONMENTS:
+                    raise RewardError(f"reward `{self.name}` needs `{ENVIRONMENTS}`, but {self._NO_INSTANCES}")
                 raise RewardError(
                     f"reward `{self.name}` needs `{parameter.name}`, but the prompts have no such column; "
                     f"they offer {', '.join(f'`{name}`' for name in offered)}"
                 )
 
+
+ENVIRONMENTS = "environments"
+"""TRL's argument for the instances of an environment; without one a column may have this name."""
 
 _EXTRAS = ("trainer_state", "log_extra", "log_metric")
 _IF_NAMED = ("trajectories",)
@@ -358,8 +387,16 @@ def _offered(columns: Sequence[str], extras: Mapping[str, object]) -> list[str]:
 
 def _argument(name: str, sample: Sample) -> object:
     """The entry of a sample in the argument `name`, which the function may change."""
+    if name == ENVIRONMENTS and (instance := _instance(sample)) is not None:
+        return instance
     part = _PARTS.get(name)
     return own_copy(sample.prompt.columns.get(name)) if part is None else part(sample)
+
+
+def _instance(sample: Sample) -> object | None:
+    """The environment that a trajectory was played with, if it is in this process."""
+    trajectory = sample.completion.trajectory
+    return None if trajectory is None else trajectory.environment
 
 
 def _prompt(sample: Sample) -> object:

@@ -36,6 +36,12 @@ class Sample:
     completion: Completion
     index: int
 
+    @property
+    def is_broken(self) -> bool:
+        """True for a trajectory that its environment broke."""
+        trajectory = self.completion.trajectory
+        return trajectory is not None and trajectory.error is not None
+
     def __str__(self) -> str:
         shown = textwrap.shorten(self.completion.text, _SHOWN_CHARACTERS, placeholder="...")
         return f"prompt {self.prompt.id}, completion {self.index} ({shown!r})"

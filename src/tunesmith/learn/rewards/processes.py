@@ -15,7 +15,7 @@ from tunesmith.base.core.errors import RewardError
 from tunesmith.base.core.log import get_logger
 from tunesmith.learn.rewards.ahead import Portion, one_answer
 from tunesmith.learn.rewards.builtin import RewardFunction
-from tunesmith.learn.rewards.calling import RETRY_S, FunctionReward
+from tunesmith.learn.rewards.calling import ENVIRONMENTS, RETRY_S, FunctionReward
 from tunesmith.learn.rewards.outcome import Logged, Policy, Sample, SampleError, Scored
 from tunesmith.learn.rewards.threads import Worker, result_of
 
@@ -83,6 +83,8 @@ class ProcessReward(FunctionReward):
     Raises RewardError for an async function, which waits for others and needs no processes.
     """
 
+    _NO_INSTANCES = "its processes have none of the environment's instances; remove its `workers`"
+
     def __init__(self, function: RewardFunction, section: RewardSource, name: str | None) -> None:
         super().__init__(function, name, Policy(section.on_error, section.timeout_s))
         if self.is_async:
@@ -90,6 +92,10 @@ class ProcessReward(FunctionReward):
                 f"reward {section.source!r} is an `async def`, whose calls overlap anyway; remove its `workers`"
             )
         self._processes = Processes(section, None, self.name)
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """See `CalledReward.check_columns`."""
+        super().check_columns([name for name in columns if name != ENVIRONMENTS])
 
     def begin(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored]":
         """See `CalledReward.begin`."""

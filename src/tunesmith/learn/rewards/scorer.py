@@ -321,7 +321,8 @@ class Settler:
         """The scores of all samples, as groups of `shape`.
 
         A sample that no reward applies to, or whose sum is no float32, is a failure too, under the strictest of the
-        policies. Raises RewardError for a failure under `fail`, and if every sample is dropped.
+        policies; a trajectory that its environment broke is left out, whatever they are. Raises RewardError for a
+        failure under `fail`, and if every sample is dropped.
         """
         failures, logged = _Failures(samples), Logged(len(samples))
         rows: list[list[float]] = []
@@ -333,8 +334,11 @@ class Settler:
             named = ", ".join(f"`{name}`" for name in self._names)
             message = f"no reward applies to {samples[place]}: {named} returned None"
             error = SampleError(f"{message}; let one of them return a number for every sample", "no reward applies")
+            policy = self._strictest
+            if samples[place].is_broken:
+                policy, error = "drop", SampleError(f"{message}, because its environment broke it", "environment")
             if place not in failures.dropped:
-                failures.add(", ".join(self._names), place, error, self._strictest)
+                failures.add(", ".join(self._names), place, error, policy)
         total_N = (values_RN.nan_to_num(nan=0.0) * self._weights).sum(dim=0).float()
         for place in (~total_N.isfinite()).nonzero().flatten().tolist():
             message = f"the weighted sum of rewards of {samples[place]} is beyond float32; lower the weights"

@@ -18,7 +18,7 @@ from tunesmith.base.core.seeds import derive
 from tunesmith.base.core.trace import span
 from tunesmith.base.schema.records import Prompt
 from tunesmith.collect.data import sets
-from tunesmith.engine.batch.pack import Sequences, pack, select
+from tunesmith.engine.batch.pack import Sequences, pack, select, units_of
 from tunesmith.engine.batch.rollout import Group
 from tunesmith.engine.distributed.ranks import gathered, share_of
 from tunesmith.engine.models.division import divide
@@ -89,7 +89,7 @@ class Distill(PolicyParts):
         stats: list[DivergenceStats] = []
         reports: list[StepReport] = []
         seed = derive(self.cfg.run.seed, "minibatches", index)
-        for rows in minibatch_rows(len(sequences.lengths_B), cfg, seed):
+        for rows in minibatch_rows(units_of(sequences), cfg, seed):
             minibatch = select(sequences, rows)
             micros = passes.micro_batches(minibatch, cfg.micro_batch_size)
             loss_of = partial(self.micro_batch_loss, num_tokens=minibatch.num_tokens)

@@ -16,7 +16,16 @@ from torch.nn.functional import pad
 
 from tunesmith.base.config.policy_sections import KLSection
 from tunesmith.base.core.trace import span
-from tunesmith.engine.batch.pack import FrozenStates, PolicyBatch, Sequences, chunks, completion_of_rows, pack, select
+from tunesmith.engine.batch.pack import (
+    FrozenStates,
+    PolicyBatch,
+    Sequences,
+    chunks,
+    completion_of_rows,
+    pack,
+    select,
+    units_of,
+)
 from tunesmith.engine.batch.rollout import Group
 from tunesmith.engine.batch.upload import Uploader
 from tunesmith.engine.distributed.ranks import gathered, share_of
@@ -71,9 +80,17 @@ def accumulate_rows(
     loss_of: Callable[[BatchT], tuple[torch.Tensor, StatsT]],
     max_norm: float | None = None,
     beside: Sequence[Callable[[], tuple[torch.Tensor, StatsT]]] = (),
+    together: int = 1,
 ) -> tuple[StepReport, list[StatsT]]:
-    """`accumulate` over the rows of `batch`, `micro_batch_size` at a time, and the losses `beside` them."""
-    parts = chunks(range(len(batch.sequences.lengths_B)), micro_batch_size)
+    """`accumulate` over the rows of `batch`, `micro_batch_size` at a time, and the losses `beside` them. Those of
+    `together` completions are in one micro-batch, which is larger if they alone are more.
+    """
+    parts: list[list[int]] = []
+    for rows in units_of(batch.sequences, together):
+        if parts and len(parts[-1]) + len(rows) <= micro_batch_size:
+            parts[-1] += rows
+        else:
+            parts.append(rows)
     return accumulate(optimizer, parts, lambda rows: loss_of(batch.select(rows)), max_norm, beside=beside)
 
 

@@ -18,7 +18,7 @@ from tunesmith.base.config.recipe import PolicyRecipe
 from tunesmith.base.core.seeds import derive, permutation
 from tunesmith.base.core.trace import span
 from tunesmith.base.schema.records import Prompt
-from tunesmith.engine.batch.pack import PolicyBatch, Sequences, chunks, completion_of_rows, pack
+from tunesmith.engine.batch.pack import PolicyBatch, Sequences, chunks, completion_of_rows, pack, units_of
 from tunesmith.engine.batch.rollout import Group
 from tunesmith.engine.batch.targets import LearntSequence
 from tunesmith.engine.kernels.masking import check_shapes, total
@@ -80,8 +80,10 @@ class PolicyStep(PolicyWithKL):
     and with `replies` what an environment replied.
     """
 
-    ROWS_TOGETHER: ClassVar[int] = 1
-    """Rows that minibatches do not tear apart."""
+    TOGETHER: ClassVar[int] = 1
+    """Completions that are compared in the loss, so that minibatches and micro-batches do not tear them apart; of 1
+    not even the samples are together.
+    """
 
     cfg: Any
     rollouts: Rollouts
@@ -170,7 +172,8 @@ class PolicyStep(PolicyWithKL):
 
         sample_rows = partial(sample_rows, learnt=metrics.Learnt(learnt_B, batch.advantage_BT))
         with span("update"):
-            stats = self.update(batch, index, num_compared(credit, scores, len(prompts)) / len(learnt_B), replied)
+            num_units = len(units_of(sequences, self.TOGETHER))
+            stats = self.update(batch, index, num_compared(credit, scores, len(prompts)) / num_units, replied)
         with span("metrics"):
             figures |= {**stats.metrics(), **self.figures(scores, batch, stats)}
             if "objective/kl" in figures:
@@ -182,21 +185,26 @@ class PolicyStep(PolicyWithKL):
         self,
         batch: PolicyBatch,
         index: int,
-        drawn_per_row: float = 1.0,
+        drawn_per_unit: float = 1.0,
         replied: Sequence[LearntSequence] = (),
     ) -> metrics.UpdateStats:
         """Optimizer steps on the minibatches of each epoch over `batch`, until the KL exceeds its target, if any; in
-        means a row counts as `drawn_per_row`. What was `replied` is learnt beside it.
+        means a row, or the rows of `TOGETHER` completions, count as `drawn_per_unit`. What was `replied` is learnt
+        beside it.
         """
         cfg, stats = self.cfg, metrics.UpdateStats()
         seed = derive(self.rollouts.seed, "minibatches", index)
-        for minibatch in minibatches(batch, cfg, seed, self.ROWS_TOGETHER):
-            num_drawn = drawn_per_row * len(minibatch.sequences.lengths_B)
+        size = cfg.micro_batch_size
+        for minibatch in minibatches(batch, cfg, seed, self.TOGETHER):
+            num_drawn = drawn_per_unit * len(units_of(minibatch.sequences, self.TOGETHER))
             tokens_seed = derive(seed, "tokens", len(stats.reports))
-            size = update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn, tokens_seed)
-            loss_of = partial(self.micro_batch_loss, size=size, is_first=not stats.reports)
+            of_update = update_size(minibatch.sequences, size, num_drawn, tokens_seed)
+            loss_of = partial(self.micro_batch_loss, size=of_update, is_first=not stats.reports)
             beside = self.losses_beside(index, len(stats.reports), replied)
-            stats.add(*passes.accumulate_rows(self.optimizer, minibatch, cfg.micro_batch_size, loss_of, beside=beside))
+            together = self.TOGETHER
+            stats.add(
+                *passes.accumulate_rows(self.optimizer, minibatch, size, loss_of, beside=beside, together=together)
+            )
             if stats.is_beyond(getattr(cfg, "target_kl", None)):  # direct losses have no ratio to stop by
                 break
         return stats
@@ -341,22 +349,20 @@ def num_compared(credit: Credit, scores: Scores, num_prompts: int) -> int:
 
 
 def minibatches(batch: BatchT, section: UpdateSection, seed: int, together: int = 1) -> Iterator[BatchT]:
-    """Minibatches of every epoch over the rollout."""
-    for rows in minibatch_rows(len(batch.sequences.lengths_B), section, seed, together):
+    """Minibatches of every epoch over the rollout, which do not tear `together` completions apart, see `units_of`."""
+    for rows in minibatch_rows(units_of(batch.sequences, together), section, seed):
         yield batch.select(rows)
 
 
-def minibatch_rows(num_rows: int, section: UpdateSection, seed: int, together: int = 1) -> Iterator[list[int]]:
-    """Row numbers of each minibatch of every epoch, a pure function of `seed` and epoch; each `together` consecutive
-    rows are in one.
+def minibatch_rows(units: Sequence[Sequence[int]], section: UpdateSection, seed: int) -> Iterator[list[int]]:
+    """Row numbers of each minibatch of every epoch, a pure function of `seed` and epoch; those of a unit are in one.
 
     Rows keep the order of the rollout, so that those of one prompt are together and the prompt is computed once.
     """
-    num_units = num_rows // together
-    size = -(-num_units // section.num_minibatches)
+    size = -(-len(units) // section.num_minibatches)
     for epoch in range(section.num_epochs):
-        for units in chunks(permutation(seed, epoch, num_units), size):
-            yield [unit * together + i for unit in sorted(units) for i in range(together)]
+        for chosen in chunks(permutation(seed, epoch, len(units)), size):
+            yield [row for unit in sorted(chosen) for row in units[unit]]
 
 
 def update_size(

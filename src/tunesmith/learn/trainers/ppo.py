@@ -85,12 +85,12 @@ class PPO(PolicyStep):
         self,
         batch: PolicyBatch,
         index: int,
-        drawn_per_row: float = 1.0,
+        drawn_per_unit: float = 1.0,
         replied: Sequence[LearntSequence] = (),
     ) -> metrics.UpdateStats:
         """As of `PolicyStep`; in the first `value_steps` the critic alone is updated."""
         self.is_value_step = index < self.cfg.value_steps
-        return PolicyStep.update(self, batch, index, drawn_per_row, replied)
+        return PolicyStep.update(self, batch, index, drawn_per_unit, replied)
 
     def losses_beside(self, index: int, update: int, replied: Sequence[LearntSequence] = ()) -> list[MicroLoss]:
         """As of `PolicyStep`; none while the critic alone is updated."""

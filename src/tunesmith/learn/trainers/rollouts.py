@@ -44,6 +44,7 @@ from tunesmith.learn.environments.episodes import Conversations
 from tunesmith.learn.environments.packages import KINDS, rows_of
 from tunesmith.learn.environments.sources import opener
 from tunesmith.learn.evaluation import accuracy
+from tunesmith.learn.rewards.calling import ENVIRONMENTS
 from tunesmith.learn.rewards.functions import file_of, identity_of
 from tunesmith.learn.rewards.outcome import TrainerState
 from tunesmith.learn.rewards.scorer import Scorer, Scores
@@ -98,7 +99,8 @@ class Rollouts:
                 on_group = None if ahead is None else ahead.add
                 sampling = sampling_params(self.cfg, derive(self.seed, stream, index))
                 groups = self.generate(prompts, num, sampling, on_group=on_group)
-                greedy = self.generate(prompts, 1, replace(sampling, temperature=0)) if with_greedy else []
+                likeliest = replace(sampling, temperature=0)
+                greedy = self.generate(prompts, 1, likeliest, keeps=True) if with_greedy else []
                 if self.cfg.unload_during_update:
                     self.engine.unload()
             with span("reward"):
@@ -110,11 +112,19 @@ class Rollouts:
             return groups, replace(scores, greedy_P=known.total_PG.masked_fill(~known.valid_PG, math.nan)[:, 0])
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, on_group: OnGroup | None = None
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        on_group: OnGroup | None = None,
+        keeps: bool = False,
     ) -> list[Group]:
-        """`n` completions of each prompt: of one turn, or trajectories with the environment, if there is one."""
+        """`n` completions of each prompt: of one turn, or trajectories with the environment, if there is one. Those of
+        the call before keep the instances that they were played with until they are scored, if this one `keeps` them.
+        """
         if self.conversations is not None:
-            return self.conversations.draw(self.engine, prompts, n, sampling, on_group)
+            return self.conversations.draw(self.engine, prompts, n, sampling, on_group, keeps=keeps)
         return self.engine.generate(prompts, n, sampling, on_group=on_group)
 
     def mean_reward(self, prompts: Sequence[Prompt]) -> Metrics:
@@ -200,6 +210,7 @@ class PolicyTask:
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
         self._learner, self._rewards = learner, inputs.rewards
         self._given: dict[str, str] = {}
+        self._has_environment = cfg.environment.source is not None or inputs.environment_factory is not None
         self.conversations = None if open_episode is None else self._conversations(open_episode, inputs)
 
     @cached_property
@@ -211,7 +222,8 @@ class PolicyTask:
             device=self.device,
             while_drawing=self.cfg.rollout.score_while_drawing,
         )
-        scorer.check_columns(list(self.data.train[0].columns))
+        has_instances = self._has_environment and not self.cfg.environment.processes
+        scorer.check_columns([*self.data.train[0].columns, *([ENVIRONMENTS] if has_instances else ())])
         return scorer
 
     def build(self) -> PolicyLearner:

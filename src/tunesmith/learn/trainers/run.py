@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,9 @@ from tunesmith.observe.reports.text import count_of
 
 _ANSWER_S = 10.0
 """Seconds that `preview` waits for a rollout server."""
+
+_MOST_MADE = 20
+"""Steps of a resumed run, the last ones, whose mean time is expected of those to come."""
 
 _log = get_logger(__name__)
 
@@ -182,8 +186,11 @@ def led(
         with session.working():
             session.folder.write_json("setup.json", computing(cfg, learner, estimate))
         if progress and (num_left := task.num_steps - session.first_step):
-            left = estimate.work.remaining(num_left, cfg.run.eval_every)
-            announce_time(left.seconds(cost) + ending_s(estimate, cfg), count_of(num_left, "step"))
+            left_s, by = estimate.work.remaining(num_left, cfg.run.eval_every).seconds(cost), "a trial of this model"
+            made = [row["time/step_s"] for row in session.metrics[-_MOST_MADE:] if "time/step_s" in row]
+            if assumed and made:  # trajectories have another length than the longest, and replies take time
+                left_s, by = num_left * fmean(made), f"{count_of(len(made), 'step')} that this run has made"
+            announce_time(left_s + ending_s(estimate, cfg), count_of(num_left, "step"), by)
         measure(task, learner, session, "before")
         for index in session.steps():
             take_step(task, learner, session, rates, index)

@@ -103,9 +103,9 @@ class RunWork:
         return self.step * num_steps + self.evaluation * num_evaluations + self.once
 
 
-def announce_time(seconds: float, what: str) -> None:
-    """Print to stderr about how long `what` takes."""
-    say(f"time: about {duration(max(1.0, seconds))} for {what}, by a trial of this model", enabled=True)
+def announce_time(seconds: float, what: str, by: str = "a trial of this model") -> None:
+    """Print to stderr about how long `what` takes, as known by `by`."""
+    say(f"time: about {duration(max(1.0, seconds))} for {what}, by {by}", enabled=True)
 
 
 def trial_engine(policy: LanguageModel, tokenizer: PreTrainedTokenizerBase, rollout: RolloutSection) -> Engine:
