@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from starlette.testclient import TestClient
 
 from arena_parts import make_loop
 from server_parts import Client, Server
@@ -22,8 +24,10 @@ from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.api.endpoint import Collected, Endpoint
 from tunesmith.collect.web.api.metrics import Metrics
 from tunesmith.collect.web.api.openai import RefusedError, message_of
+from tunesmith.collect.web.app import create_app
 from tunesmith.collect.web.arena import Contestant, of_live_loop, tried_in
 from tunesmith.collect.web.drawing import Drawer
+from tunesmith.collect.web.settings import ServerSettings
 
 openai = pytest.importorskip("openai")
 
@@ -422,6 +426,38 @@ def test_more_than_can_wait_is_told_to_come_again(tmp_path):
         with pytest.raises(RefusedError) as refused:
             asyncio.run(ask(endpoint))
     assert refused.value.status_code == 429 and refused.value.headers == {"retry-after": "5"}
+
+
+def test_requests_are_read_outside_of_the_event_loop(tmp_path):
+    is_in_loop = []
+
+    def contestants():
+        try:
+            asyncio.get_running_loop()
+            is_in_loop.append(True)
+        except RuntimeError:
+            is_in_loop.append(False)
+        return []
+
+    settings = ServerSettings(tmp_path)
+    with (
+        VoteStore.open(settings.votes_place) as store,
+        closing(RunReader.open(settings.runs_path)) as runs,
+        Drawer(tmp_path / "log") as drawer,
+    ):
+        token = store.add_rater("app", key=KeySettings(("generate",))).token
+        app = create_app(settings, store, runs, endpoint=Endpoint(drawer, contestants, "m"))
+        client = TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {token}"})
+        for path, body in (
+            ("/v1/chat/completions", {"messages": MESSAGES}),
+            ("/v1/completions", {"prompt": "A"}),
+            ("/v1/responses", {"input": "A"}),
+            ("/v1/messages", {"messages": MESSAGES[1:], "max_tokens": 1}),
+            ("/v1/messages/count_tokens", {"messages": MESSAGES[1:]}),
+            ("/inference/v1/generate", {"token_ids": [1]}),
+        ):
+            assert client.post(path, json=body).status_code == 503
+    assert is_in_loop == [False] * 6
 
 
 def test_calls_have_openais_form():

@@ -216,6 +216,12 @@ def all_raters(connection: Connection) -> list[Rater]:
     return [_rater(row) for row in connection.execute(select(tables.raters).order_by(tables.raters.c.id))]
 
 
+def rater_of_id(connection: Connection, rater_id: int) -> Rater | None:
+    """The rater of this id; None if there is none."""
+    found = connection.execute(select(tables.raters).where(tables.raters.c.id == rater_id)).first()
+    return None if found is None else _rater(found)
+
+
 def rater_named(raters: Iterable[T], name: str) -> T | None:
     """The one of `raters`, or of their rows, with this name in whatever spelling: the exact one first."""
     key = name_key(name)
@@ -281,10 +287,10 @@ def _taken(name: str, known: str) -> NameTakenError:
 
 
 def _rater_of_id(connection: Connection, rater_id: int) -> Rater:
-    found = connection.execute(select(tables.raters).where(tables.raters.c.id == rater_id)).first()
+    found = rater_of_id(connection, rater_id)
     if found is None:
         raise StoreError(f"there is no rater {rater_id}")
-    return _rater(found)
+    return found
 
 
 def _campaign(row: Any) -> Campaign:
