@@ -402,7 +402,8 @@ def test_nothing_is_stored_for_those_whose_data_was_deleted_by_a_process_that_kn
     eve = store.rater_of_user(other, "eve", NOW)
     assert store.rater_of_user(other, "eve", NOW) == eve != store.rater_of_user(other, "bob", NOW)
     choice = Choice("Red.", (5,), (-0.5,), (-0.5,), "stop")
-    hers = Inference("late", other, "m", "What eve asked", (1,), (choice,), {}, user="eve", created_at=NOW)
+    facts = {"rater_id": other, "user": "eve", "model": "m", "created_at": NOW}
+    hers = Inference(name="late", prompt="What eve asked", prompt_ids=(1,), choices=(choice,), options={}, **facts)
     for person in (Person(ann, ann), Person(key, key), store.reader.person("eve", "other app")):
         store.delete_person(person, now=NOW)
     for late in (
