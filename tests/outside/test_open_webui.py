@@ -30,7 +30,12 @@ SETTINGS = {
     "ANONYMIZED_TELEMETRY": "false",
 }
 
-pytestmark = [pytest.mark.nightly, pytest.mark.browser, pytest.mark.timeout(1800), pytest.mark.usefixtures("own_logging")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.browser,
+    pytest.mark.timeout(1800),
+    pytest.mark.usefixtures("own_logging"),
+]
 
 
 class WebUI:

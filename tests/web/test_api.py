@@ -257,6 +257,41 @@ def test_a_token_of_a_user_asks_and_judges_as_that_user_alone(owner):
     assert "this key of the API is unknown" in app.send("GET", "/v1/models").json["error"]["message"]
 
 
+def test_tokens_of_a_deleted_user_are_refused_from_then_on_and_a_new_one_is_for_somebody_new(owner):
+    server, token = owner
+    admin = Client(server.url, token)
+    app = Client(server.url, admin.send("POST", "/v1/keys", {"name": "app"}).json["key"])
+
+    def sign(user: str) -> Client:
+        return Client(server.url, app.send("POST", "/v1/user_tokens", {"user": user}).json["token"])
+
+    def rated(client: Client) -> str:
+        name = client.send("POST", "/v1/chat/completions", OPTIONS).json["id"]
+        thumb = {"inference_id": name, "metric_name": "thumbs", "value": True}
+        assert client.send("POST", "/v1/feedback", thumb).status == 200
+        return name
+
+    ada, eve, bob = sign("ada"), sign("eve"), sign("bob")
+    rated(ada)
+    for user in ("ada", "eve"):  # eve has asked for nothing yet
+        assert admin.send("DELETE", f"/v1/person_data?user={user}&key=app").status == 200
+    thumb = {"episode_id": "e", "metric_name": "thumbs", "value": True}
+    for old in (ada, eve):
+        for given in (
+            ("POST", "/v1/chat/completions", OPTIONS),
+            ("POST", "/v1/feedback", thumb),
+            ("GET", "/v1/models"),
+        ):
+            refused = old.send(*given)
+            assert refused.status == 401 and refused.json["error"]["code"] == "invalid_api_key"
+    rated(bob)
+    again = sign("ada")
+    assert again.send("GET", "/v1/feedback").json["data"] == []
+    name = rated(again)
+    assert [one["inference_id"] for one in again.send("GET", "/v1/feedback").json["data"]] == [name]
+    assert ada.send("GET", "/v1/models").status == 401
+
+
 def test_a_key_has_its_requests_of_a_minute_and_its_tokens_of_a_day_also_after_a_restart(owner):
     server, token = owner
     admin = Client(server.url, token)

@@ -116,30 +116,6 @@ def test_an_admins_key_exports_and_deletes_a_user_and_nobody_else_does(served):
     assert server.rater("rob", boss).send("GET", f"{API}/audit").status == 403
 
 
-def test_tokens_of_a_deleted_user_are_refused_from_then_on_and_a_new_one_is_for_somebody_new(served):
-    _, admin = served
-    app = make_app(admin, "tokens")
-
-    def sign(user: str) -> Client:
-        return Client(app.url, app.send("POST", "/v1/user_tokens", {"user": user}).json["token"])
-
-    ada, eve, bob = sign("ada"), sign("eve"), sign("bob")
-    talk(ada, "ada")
-    for user in ("ada", "eve"):  # eve has asked for nothing yet
-        assert admin.send("DELETE", f"{DATA}?user={user}&key=tokens").status == 200
-    said = {"episode_id": "e", "metric_name": "thumbs", "value": True}
-    for old in (ada, eve):
-        for given in (("POST", "/v1/chat/completions", ASKED), ("POST", "/v1/feedback", said), ("GET", "/v1/models")):
-            refused = old.send(*given)
-            assert refused.status == 401 and refused.json["error"]["code"] == "invalid_api_key"
-    assert bob.send("POST", "/v1/chat/completions", ASKED).status == 200
-    again = sign("ada")
-    assert again.send("GET", "/v1/feedback").json["data"] == []
-    name = talk(again, "ada")
-    assert [one["inference_id"] for one in again.send("GET", "/v1/feedback").json["data"]] == [name]
-    assert ada.send("GET", "/v1/models").status == 401
-
-
 def test_a_key_is_found_by_its_name_in_whatever_spelling_and_takes_none_of_a_user(served):
     server, admin = served
     made = admin.send("POST", "/v1/keys", {"name": "  My  app "}).json
