@@ -302,8 +302,9 @@ class Logins:
 
 def user_of(key: Rater, name: str, rater_id: int, scopes: tuple[Scope, ...]) -> KeyUser:
     """The user of a key whom it calls `name`, with its limits."""
-    facts: dict[str, Any] = {field.name: getattr(key, field.name) for field in fields(key)}
-    return KeyUser(**{**facts, "scopes": scopes}, user=name, rater_id=rater_id)
+    facts: dict[str, Any] = {field.name: getattr(key, field.name) for field in fields(Rater)}
+    facts["scopes"] = scopes
+    return KeyUser(**facts, user=name, rater_id=rater_id)
 
 
 def bearer_of(request: HTTPConnection) -> str:

@@ -143,6 +143,10 @@ def _call_of(call: _ToolCall) -> Json:
     return {**named, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
 
 
+def _fields(given: Any) -> Iterable[tuple[str, Any]]:
+    return cast(dict[str, Any], given).items() if isinstance(given, dict) else ()
+
+
 def _is_ids(given: Any) -> bool:
     """True for what is a list of numbers, or is refused because it begins as one."""
     return isinstance(given, list) and type(next(iter(cast(list[Any], given)), None)) is int
@@ -189,9 +193,7 @@ class Sampled(BaseModel):
         """Refuse what no database and no response can hold: answers are stored with their prompts. A model may have
         drawn a NUL, which JSON can hold. Ids, which may be millions, are checked by their type.
         """
-        if isinstance(given, dict):
-            named = cast(dict[str, Any], given)
-            _check_values({name: one for name, one in named.items() if not _is_ids(one)}, "the request")
+        _check_values({name: one for name, one in _fields(given) if not _is_ids(one)}, "the request")
         return given
 
     @property

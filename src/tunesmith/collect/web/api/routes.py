@@ -215,7 +215,7 @@ def _continuing(
     services: Services,
     caller: Rater,
     body: Sampled,
-    prompts: Callable[[], list[Json]],
+    prompts: Callable[[], Sequence[Json]],
 ) -> Answering:
     """The texts or token ids that are to be continued; for a thread, as `_chat`. Raises RefusedError."""
     given = prompts()
