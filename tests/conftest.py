@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -32,6 +33,10 @@ if not ON_GPU:
 # Some tests send Ctrl-C, and a shell that starts them in the background has it ignored, in what they start too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An example of a property may take as long as it takes, on a machine that does other work too.
+settings.register_profile("tunesmith", deadline=None)
+settings.load_profile("tunesmith")
 
 Require = Callable[..., str]
 

@@ -43,6 +43,13 @@ LABELS = {
 }
 
 
+ITEMS = [
+    {"type": "message", "content": [{"type": "output_text", "text": "Red."}]},
+    {"type": "message", "content": [{"type": "output_text", "text": "Or "}, {"type": "output_text", "text": "blue."}]},
+]
+"""What Open WebUI keeps of an answer in `output`."""
+
+
 def written(path: Path, rows: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -52,6 +59,30 @@ def imported(folder: Path, *files: Path) -> Imported:
     seen = VoteFiles(files, "votes")
     with VoteStore.open(folder / "votes.db", seed=0) as store:
         return store.import_rows("default", seen.rows(), num_rows=seen.num_given)
+
+
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        ({"content": "", "output": [{"type": "reasoning", "content": [{"text": "Hm."}]}, *ITEMS]}, "Red.\nOr blue."),
+        ({"content": "Red.", "output": ITEMS}, "Red."),
+        (
+            {"content": '<details type="reasoning" done="true">\n<summary>Thought</summary>\n> Hm.\n</details>\nRed.'},
+            "Red.",
+        ),
+        ({"content": "Red.", "output": [*ITEMS, {"type": "function_call", "name": "f"}]}, "has calls of tools"),
+        ({"content": "", "error": {"content": "the prompt has 26190 tokens"}}, "is empty"),
+    ],
+)
+def test_answers_of_open_webui_are_what_was_said(tmp_path: Path, node: dict[str, Any], text: str):
+    row = copy.deepcopy(FILES["open-webui"][1])
+    row["snapshot"]["chat"]["chat"]["history"]["messages"]["a"] |= node
+    file = written(tmp_path / "export.jsonl", [row, FILES["open-webui"][1]])
+    files = VoteFiles([file], "votes")
+    if files.understood[0].num_bad:
+        assert text in files.understood[0].bad
+    else:
+        assert next(files.rows()).answer == text
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -43,8 +43,12 @@ def test_a_redeemed_token_is_void_and_the_fresh_one_is_not(store: VoteStore):
 
 def test_a_name_can_be_taken_once(store: VoteStore):
     store.add_rater("ann")
-    with pytest.raises(StoreError, match="taken"):
-        store.add_rater(" ann ")
+    invited = store.add_rater("invite 1")
+    assert store.redeem(invited.token, name="Bob").rater.name == "Bob"
+    for name in (" ann ", "ANN", "bob"):
+        with pytest.raises(StoreError, match="taken"):
+            store.add_rater(name)
+    assert store.add_rater("invite 1").rater.id != invited.rater.id
 
 
 @pytest.mark.parametrize("name", [user_name(1, "ada"), user_name(1, "ada").upper(), "deleted 7", " Deleted  7'"])

@@ -398,11 +398,18 @@ def test_nothing_is_stored_for_those_whose_data_was_deleted_by_a_process_that_kn
     ann = store.add_rater("ann", now=NOW).rater.id
     pair = NewItem("What ann asked", (Candidate("One"), Candidate("Two")))
     answered(store, key, "kept", days=1)
-    for person in (Person(ann, ann), Person(key, key)):
+    other = store.add_rater("other app", key=KeySettings(("generate",)), now=NOW).rater.id
+    eve = store.rater_of_user(other, "eve", NOW)
+    assert store.rater_of_user(other, "eve", NOW) == eve != store.rater_of_user(other, "bob", NOW)
+    choice = Choice("Red.", (5,), (-0.5,), (-0.5,), "stop")
+    facts = {"rater_id": other, "user": "eve", "model": "m", "created_at": NOW}
+    hers = Inference(name="late", prompt="What eve asked", prompt_ids=(1,), choices=(choice,), options={}, **facts)
+    for person in (Person(ann, ann), Person(key, key), store.reader.person("eve", "other app")):
         store.delete_person(person, now=NOW)
     for late in (
         lambda: answered(store, key, "late", days=0, user=""),
         lambda: answered(store, key, "late", days=0, user="ada"),
+        lambda: store.record(hers, by=eve),
         lambda: store.charge(key, 5, now=NOW),
         lambda: say(store, key, 0, "thumbs", True, inference="kept"),
         lambda: store.vote_on_pair(1, pair, ann, "left"),

@@ -23,3 +23,14 @@ def admin(served: Server) -> Client:
 @pytest.fixture
 def key(served: Server) -> Client:
     return Client(served.url, served.facts["key"])
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of a live loop whose versions call tools when they are told to."""
+    from arena_parts import make_loop  # which replaces the process that draws
+
+    folder = make_loop(tmp_path_factory.mktemp("calling") / "live")
+    server = Server(folder, ("--openai", str(folder)), prepare="arena_parts").start()
+    yield server
+    server.kill()

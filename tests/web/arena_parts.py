@@ -48,6 +48,11 @@ for line in sys.stdin:
     reply(begun={"prompt": whole, "prompt_ids": [7], "context": 128})
     if said == "die in it":
         os._exit(9)
+    if said == "half an answer":
+        reply(sample=0, text="half")
+        reply(sample=0, answer={"text": "half"})
+        reply(done=True)
+        continue
     is_calling = bool(request.get("tools")) and said.startswith("ask ")
     if is_calling:
         reply(sample=0, thinking="Hm.", text="Let me")

@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from starlette.testclient import TestClient
 
 from arena_parts import make_loop
 from server_parts import Client, Server
@@ -22,8 +24,10 @@ from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web.api.endpoint import Collected, Endpoint
 from tunesmith.collect.web.api.metrics import Metrics
 from tunesmith.collect.web.api.openai import RefusedError, message_of
+from tunesmith.collect.web.app import create_app
 from tunesmith.collect.web.arena import Contestant, of_live_loop, tried_in
 from tunesmith.collect.web.drawing import Drawer
+from tunesmith.collect.web.settings import ServerSettings
 
 openai = pytest.importorskip("openai")
 
@@ -253,6 +257,41 @@ def test_a_token_of_a_user_asks_and_judges_as_that_user_alone(owner):
     assert "this key of the API is unknown" in app.send("GET", "/v1/models").json["error"]["message"]
 
 
+def test_tokens_of_a_deleted_user_are_refused_from_then_on_and_a_new_one_is_for_somebody_new(owner):
+    server, token = owner
+    admin = Client(server.url, token)
+    app = Client(server.url, admin.send("POST", "/v1/keys", {"name": "app"}).json["key"])
+
+    def sign(user: str) -> Client:
+        return Client(server.url, app.send("POST", "/v1/user_tokens", {"user": user}).json["token"])
+
+    def rated(client: Client) -> str:
+        name = client.send("POST", "/v1/chat/completions", OPTIONS).json["id"]
+        thumb = {"inference_id": name, "metric_name": "thumbs", "value": True}
+        assert client.send("POST", "/v1/feedback", thumb).status == 200
+        return name
+
+    ada, eve, bob = sign("ada"), sign("eve"), sign("bob")
+    rated(ada)
+    for user in ("ada", "eve"):  # eve has asked for nothing yet
+        assert admin.send("DELETE", f"/v1/person_data?user={user}&key=app").status == 200
+    thumb = {"episode_id": "e", "metric_name": "thumbs", "value": True}
+    for old in (ada, eve):
+        for given in (
+            ("POST", "/v1/chat/completions", OPTIONS),
+            ("POST", "/v1/feedback", thumb),
+            ("GET", "/v1/models"),
+        ):
+            refused = old.send(*given)
+            assert refused.status == 401 and refused.json["error"]["code"] == "invalid_api_key"
+    rated(bob)
+    again = sign("ada")
+    assert again.send("GET", "/v1/feedback").json["data"] == []
+    name = rated(again)
+    assert [one["inference_id"] for one in again.send("GET", "/v1/feedback").json["data"]] == [name]
+    assert ada.send("GET", "/v1/models").status == 401
+
+
 def test_a_key_has_its_requests_of_a_minute_and_its_tokens_of_a_day_also_after_a_restart(owner):
     server, token = owner
     admin = Client(server.url, token)
@@ -422,6 +461,38 @@ def test_more_than_can_wait_is_told_to_come_again(tmp_path):
         with pytest.raises(RefusedError) as refused:
             asyncio.run(ask(endpoint))
     assert refused.value.status_code == 429 and refused.value.headers == {"retry-after": "5"}
+
+
+def test_requests_are_read_outside_of_the_event_loop(tmp_path):
+    is_in_loop = []
+
+    def contestants():
+        try:
+            asyncio.get_running_loop()
+            is_in_loop.append(True)
+        except RuntimeError:
+            is_in_loop.append(False)
+        return []
+
+    settings = ServerSettings(tmp_path)
+    with (
+        VoteStore.open(settings.votes_place) as store,
+        closing(RunReader.open(settings.runs_path)) as runs,
+        Drawer(tmp_path / "log") as drawer,
+    ):
+        token = store.add_rater("app", key=KeySettings(("generate",))).token
+        app = create_app(settings, store, runs, endpoint=Endpoint(drawer, contestants, "m"))
+        client = TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {token}"})
+        for path, body in (
+            ("/v1/chat/completions", {"messages": MESSAGES}),
+            ("/v1/completions", {"prompt": "A"}),
+            ("/v1/responses", {"input": "A"}),
+            ("/v1/messages", {"messages": MESSAGES[1:], "max_tokens": 1}),
+            ("/v1/messages/count_tokens", {"messages": MESSAGES[1:]}),
+            ("/inference/v1/generate", {"token_ids": [1]}),
+        ):
+            assert client.post(path, json=body).status_code == 503
+    assert is_in_loop == [False] * 6
 
 
 def test_calls_have_openais_form():

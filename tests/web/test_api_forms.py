@@ -8,9 +8,9 @@ import sys
 from contextlib import closing
 
 import pytest
-from pydantic import BaseModel, TypeAdapter
 
 from arena_parts import make_loop
+from form_parts import CHAT, MESSAGES, RESPONSES, TEXT, ask, conforms, kind_of_error, stream
 from server_parts import Client, Server
 from tunesmith.collect.store.records import KeySettings
 from tunesmith.collect.store.vote_reader import VoteReader
@@ -26,7 +26,6 @@ from openai.types import Completion  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
 
-CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 QUESTION = {"role": "user", "content": "Name a colour."}
 ASKED = {"messages": [QUESTION], "max_tokens": 12, "seed": 5}
 INPUT = {"input": [QUESTION], "max_output_tokens": 12, "seed": 5}
@@ -49,15 +48,6 @@ def served(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def calling(tmp_path_factory):
-    """The server of a live loop whose versions call tools when they are told to."""
-    folder = make_loop(tmp_path_factory.mktemp("calling") / "live")
-    server = Server(folder, ("--openai", str(folder)), prepare="arena_parts").start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
 def anthropic():
     return pytest.importorskip("anthropic")
 
@@ -66,37 +56,6 @@ def anthropic():
 def anthropics(served, anthropic):
     with anthropic.Anthropic(base_url=served.url, api_key=served.facts["key"], max_retries=0) as made:
         yield made
-
-
-def ask(server: Server, path: str, body: dict) -> dict:
-    answer = Client(server.url, server.facts["key"]).send("POST", path, body)
-    assert answer.status == 200, answer.body
-    return answer.json
-
-
-def stream(server: Server, path: str, body: dict) -> list[dict]:
-    """The events of a stream; one with a type has its name."""
-    answer = Client(server.url, server.facts["key"]).send("POST", path, {**body, "stream": True})
-    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for block in answer.body.decode().removesuffix("data: [DONE]\n\n").removesuffix("\n\n").split("\n\n"):
-        *named, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert named == ([f"event: {events[-1]['type']}"] if "type" in events[-1] else [])
-    assert answer.body.endswith(b"data: [DONE]\n\n") == (path in (CHAT, TEXT))
-    return events
-
-
-def unknown_in(made: object, place: str = "") -> list[str]:
-    """The fields that the types do not have."""
-    if isinstance(made, list):
-        return [name for number, one in enumerate(made) for name in unknown_in(one, f"{place}[{number}]")]
-    if not isinstance(made, BaseModel):
-        return []
-    known = [
-        name for field, one in made for name in unknown_in(one, f"{place}.{field}") if field in type(made).model_fields
-    ]
-    return [*(f"{place}.{name}" for name in made.model_extra or ()), *known]
 
 
 def kinds(path: str) -> tuple[object, object]:
@@ -109,19 +68,6 @@ def kinds(path: str) -> tuple[object, object]:
         TEXT: (Completion, Completion),
         RESPONSES: (Response, ResponseStreamEvent),
     }[path]
-
-
-def kind_of_error(body: dict) -> str:
-    """The type of an error in Anthropic's form."""
-    conforms(pytest.importorskip("anthropic.types.shared").ErrorResponse, body)
-    return body["error"]["type"]
-
-
-def conforms(kind: object, given: object) -> None:
-    """All required fields are there, of their types, and no other ones but those that the documentation names."""
-    made = TypeAdapter(kind).validate_python(given)
-    ours = ("token_ids", "prompt_token_ids", "reasoning_content")
-    assert [name for name in unknown_in(made) if name.rpartition(".")[2] not in ours] == []
 
 
 @pytest.mark.parametrize(
@@ -352,6 +298,33 @@ def test_anthropics_messages_become_those_of_a_chat():
     assert (chat.max_tokens, chat.top_k, chat.stop, chat.user) == (9, 3, ["\n"], "ada")
 
 
+def test_turns_of_one_role_that_follow_each_other_are_one():
+    def text(content):
+        return {"type": "text", "text": content}
+
+    used, returned = turns_of(2)
+    turns = [
+        QUESTION,
+        {"role": "user", "content": [text("A warm "), text("one.")]},
+        {"role": "assistant", "content": "I look."},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}]},
+        used,
+        {"role": "user", "content": returned["content"][:1]},
+        {"role": "user", "content": "Go on."},
+        {"role": "user", "content": returned["content"][1:]},
+        {"role": "user", "content": "Please."},
+    ]
+    chat = MessagesRequest.model_validate({"messages": turns, "max_tokens": 1}).as_chat()
+    said = [(one.role, one.content, len(one.tool_calls or ())) for one in chat.messages]
+    assert said == [
+        ("user", "Name a colour.\n\nA warm one.", 0),
+        ("assistant", "I look.", 2),
+        ("tool", "", 0),
+        ("tool", "", 0),
+        ("user", "Go on.\n\nPlease.", 0),
+    ]
+
+
 def test_items_of_a_response_become_messages_of_a_chat():
     items = [
         {"role": "developer", "content": "Be brief."},
@@ -565,17 +538,6 @@ def test_one_limit_of_a_key_counts_the_requests_of_all_forms(tmp_path):
         assert often.send("POST", RESPONSES, INPUT).json["error"]["code"] == "rate_limit_exceeded"
     finally:
         server.kill()
-
-
-@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-def test_a_stream_that_cannot_go_on_ends_with_an_error_of_its_form(calling, path):
-    asked = {"input": "die in it"} if path == RESPONSES else {"messages": [{"role": "user", "content": "die in it"}]}
-    last = stream(calling, path, {"max_tokens": 9, **asked})[-1]
-    if path == RESPONSES:
-        conforms(ResponseStreamEvent, last)
-        assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
-    else:
-        assert kind_of_error(last) in ("api_error", "overloaded_error")
 
 
 def test_what_is_no_chat_is_told_before_anything_is_asked():

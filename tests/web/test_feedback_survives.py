@@ -95,7 +95,7 @@ def own(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "num_clients", "num_chats"), [(6, 6, 12), pytest.param(100, 50, 200, marks=pytest.mark.slow)]
+    ("num_kills", "num_clients", "num_chats"), [(6, 6, 12), pytest.param(100, 50, 20, marks=pytest.mark.slow)]
 )
 def test_what_was_acknowledged_is_there_once_and_every_answer_has_its_tokens(
     tmp_path, own, num_kills, num_clients, num_chats
@@ -109,8 +109,10 @@ def test_what_was_acknowledged_is_there_once_and_every_answer_has_its_tokens(
         jobs = [pool.submit(work, client, num_chats, seed, heard, over) for seed in range(num_clients)]
         try:
             for number in range(num_kills):
-                before, deadline = heard.num_replies, time.monotonic() + PATIENCE_S
-                while heard.num_replies == before and not all(job.done() for job in jobs):
+                # As many are answered between two kills, so that there is work until the last one.
+                wanted = heard.num_replies + num_clients * num_chats // num_kills
+                deadline = time.monotonic() + PATIENCE_S
+                while heard.num_replies < wanted and not all(job.done() for job in jobs):
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
                 kill(server, number, own)

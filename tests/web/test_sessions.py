@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tunesmith.base.core.errors import StoreError
 from tunesmith.collect.store.records import Rater
 from tunesmith.collect.web import logins
-from tunesmith.collect.web.logins import KEY_FILE, Ended, Sessions, new_link, read_key
+from tunesmith.collect.web.logins import KEY_FILE, Ended, Sessions, new_link, read_key, user_of
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,9 @@ def ours(ended):
 
 
 def test_a_token_of_a_user_says_who_it_is_for_until_it_expires(ours, ended):
-    key = Rater(7, "app", "rater", None, 0.0, scopes=("generate",))
-    token = ours.sign_user(key, "Zoë|1.x", ("generate",), 1000)
-    assert ours.read_user(token, 999) == (7, "Zoë|1.x", ("generate",))
+    key = Rater(7, "app", "rater", None, 0.0, scopes=("generate", "feedback"))
+    token = ours.sign_user(user_of(key, "Zoë|1.x", 9, ("generate",)), 1000)
+    assert ours.read_user(token, 999) == (7, 9, "Zoë|1.x", ("generate",))
     assert ours.read_user(token, 1000) is None
     assert Sessions(b"x" * 32, ended).read_user(token, 0) is None
     assert ours.read_user(ours.sign(7, 1000), 0) is None and ours.read(token, 0) is None

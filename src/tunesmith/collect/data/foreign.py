@@ -5,6 +5,7 @@ judge nothing, bring nothing. Answers that stand in other rows than what is said
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -34,6 +35,8 @@ from tunesmith.collect.store.records import EDITED, Given, PreferenceName
 
 # Open WebUI: `backend/open_webui/models/feedbacks.py`, and the browser's `ResponseMessage.svelte`.
 
+_REASONING = re.compile(r'<details type="reasoning".*?</details>\s*', re.DOTALL)
+
 
 def _open_webui(row: Row, _: Found) -> Iterator[Given]:
     data, meta = mapping_of(row.columns.get("data"), "data"), mapping_of(row.columns.get("meta"), "meta")
@@ -45,13 +48,13 @@ def _open_webui(row: Row, _: Found) -> Iterator[Given]:
     if answer_id not in messages:
         raise RowError(f"the snapshot has no message {answer_id[:60]!r}, which `meta.message_id` names")
     node = messages[answer_id]
-    prompt = walked(messages.get, node.get("parentId"), "parentId", lambda one: (one.get("role"), one.get("content")))
+    prompt = walked(messages.get, node.get("parentId"), "parentId", lambda one: (one.get("role"), _content(one)))
     rater, at = (
         rater_at("open-webui", row.columns.get("user_id")),
         moment(row.columns.get("updated_at", row.columns.get("created_at")), "updated_at"),
     )
     reason, comment = text_of(data.get("reason"), "reason"), text_of(data.get("comment"), "comment")
-    text, model = answer_of(node.get("content"), "content"), _model(node)
+    text, model = answer_of(_content(node), "content"), _model(node)
     others = [
         one
         for key, one in messages.items()
@@ -63,7 +66,7 @@ def _open_webui(row: Row, _: Found) -> Iterator[Given]:
         yield said.label(given_id, rating == "1", reason=reason)
         yield from said.comments(given_id, comment)
     for one in others:
-        sides = ((text, model), (answer_of(one.get("content"), "content"), _model(one)))
+        sides = ((text, model), (answer_of(_content(one), "content"), _model(one)))
         why = comment or reason
         yield compared("open-webui", prompt, sides, ("better", int(rating == "-1")), rater, at, reason=why)
 
@@ -75,6 +78,23 @@ def _history(snapshot: object) -> Mapping[str, Facts]:
     if not messages:
         raise RowError("no `snapshot` with the conversation; export it under Admin, Evaluations", "missing column")
     return {key: mapping_of(one, "history.messages") for key, one in messages.items()}
+
+
+def _content(node: Facts) -> object:
+    """The text of a message without its reasoning, which is HTML in it, or is among the items of `output`, from which a
+    text may have to be put together.
+    """
+    items = objects(node.get("output"), "output")
+    if any(item.get("type") not in ("message", "reasoning") for item in items):
+        raise RowError("`output` has calls of tools, which cannot be put to raters")
+    content = node.get("content")
+    content = _REASONING.sub("", content) if isinstance(content, str) else content
+    texts = [_parts_text(item) for item in items if item.get("type") == "message"]
+    return content or "\n".join(text for text in texts if text.strip())
+
+
+def _parts_text(item: Facts) -> str:
+    return "".join(text_of(part.get("text"), "output.content.text") for part in objects(item.get("content"), "output"))
 
 
 def _model(node: Facts) -> str:

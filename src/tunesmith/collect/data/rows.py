@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NoReturn, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.schema.records import Demonstration, Judgement, Message, Pair, Prompt, Ranking, Text
+from tunesmith.engine.models.call_formats import MalformedCallError, checked_call
 
 _log = get_logger(__name__)
 
@@ -326,28 +327,22 @@ def _role(role: str, place: str) -> str:
     raise RowError(f"`{place}`: role {role!r} is unknown, allowed are {', '.join(ROLES)}{hint}")
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
 def _tool_calls(value: object, place: str) -> list[dict[str, object]]:
     """The calls of a message, their arguments as objects. Raises RowError for what is no call."""
     calls: list[dict[str, object]] = []
     for index, given in enumerate(cast(Sequence[object], value) if isinstance(value, list | tuple) else ()):
         where = f"`{place}`: `tool_calls[{index}]`"
         fields = cast(Mapping[str, object], given) if isinstance(given, Mapping) else {}
-        function = cast(Mapping[str, object], fields.get("function", fields))
-        name, arguments = function.get("name"), function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}", parse_constant=_no_constant)
-            except (ValueError, RecursionError) as error:
-                raise RowError(f"{where} has arguments that are no JSON ({error})", "wrong type") from error
-        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        function = fields.get("function", fields)
+        if isinstance(function, Mapping) and function.get("arguments") == "":  # as some write a call without any
+            function = {**cast(Mapping[str, object], function), "arguments": {}}
+        try:
+            name, arguments, _ = checked_call(function)
+        except MalformedCallError as error:
             form = '{"function": {"name": "...", "arguments": {...}}}'
-            raise RowError(f"{where} is no call; a call is {form}", "wrong type")
+            raise RowError(f"{where} is no call ({error}); a call is {form}", "wrong type") from error
         own = {"id": fields["id"]} if isinstance(fields.get("id"), str) else {}
-        known = {key: item for key, item in cast(Mapping[str, object], arguments).items() if item is not None}
+        known = {key: item for key, item in arguments.items() if item is not None}
         calls.append({**own, "type": "function", "function": {"name": name, "arguments": known}})
     return calls
 

@@ -11,7 +11,8 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from tunesmith.base.core.errors import DataDeletedError, DataError, NameTakenError, StoreError
 from tunesmith.collect.store import audit, tables
-from tunesmith.collect.store.content import check_name, check_text, name_key, token_sha256
+from tunesmith.collect.store.content import check_name, check_text, name_key, spelling_of, token_sha256
+from tunesmith.collect.store.items import chunks
 from tunesmith.collect.store.queue import refresh_open_items
 from tunesmith.collect.store.records import (
     SCOPES,
@@ -24,7 +25,7 @@ from tunesmith.collect.store.records import (
     Rater,
     Role,
 )
-from tunesmith.collect.store.tables import new_id
+from tunesmith.collect.store.tables import insert_rows, new_id
 
 T = TypeVar("T", Rater, Any)
 
@@ -107,7 +108,7 @@ def add_rater(
         values |= {"tokens_per_day": key.tokens_per_day}
     known = _same_name(connection, name)
     if known is None:
-        rater_id = new_id(connection.execute(insert(table).values(name=name, created_at=now, **values)))
+        rater_id = new_id(connection.execute(insert(table).values(**_named(name), created_at=now, **values)))
     elif known.token_sha256 is None and known.disabled_at is None:
         rater_id = int(known.id)
         connection.execute(update(table).where(table.c.id == rater_id).values(**values))
@@ -137,7 +138,7 @@ def redeem(
     fresh = secrets.token_urlsafe(24)
     values: dict[str, object] = {"token_sha256": token_sha256(fresh), "expires_at": expires_at}
     if name is not None and name != rater.name:
-        values["name"] = _new_name(name)
+        values |= _named(_new_name(name))
         known = _same_name(connection, name)
         if known is not None and known.id != rater.id:
             raise _taken(name, known.name)
@@ -149,16 +150,17 @@ def raters_named(connection: Connection, names: Sequence[str], now: float) -> di
     """Id of the rater of each name, in whatever spelling; created without access if missing: for imported votes, among
     which may be those of users of keys. Raises DataError for a name that nobody may have.
     """
-    table = tables.raters
-    known = {name_key(row.name): int(row.id) for row in connection.execute(select(table.c.id, table.c.name))}
-    found: dict[str, int] = {}
-    for given in dict.fromkeys(names):
-        key, name = name_key(given), _new_name(given, _OF_DELETED)
-        if key not in known:
-            values = {"name": name, "role": "rater", "created_at": now}
-            known[key] = new_id(connection.execute(insert(table).values(**values)))
-        found[given] = known[key]
-    return found
+    wanted = {given: _named(_new_name(given, _OF_DELETED)) for given in dict.fromkeys(names)}
+    table, known = tables.raters, dict[str, int]()
+    for chunk in chunks([one["spelling"] for one in wanted.values()]):
+        query = select(table.c.spelling, table.c.id).where(table.c.spelling.in_(chunk)).order_by(table.c.id)
+        known |= {row.spelling: int(row.id) for row in connection.execute(query)}
+    missing: dict[str, dict[str, Any]] = {}
+    for one in wanted.values():
+        if one["spelling"] not in known:
+            missing.setdefault(one["spelling"], {**one, "role": "rater", "created_at": now})
+    known |= dict(zip(missing, insert_rows(connection, table, list(missing.values())), strict=True))
+    return {given: known[one["spelling"]] for given, one in wanted.items()}
 
 
 def rater_of_user(connection: Connection, key_id: int, user: str, now: float) -> int:
@@ -167,7 +169,7 @@ def rater_of_user(connection: Connection, key_id: int, user: str, now: float) ->
     found = connection.execute(select(tables.raters.c.id).where(tables.raters.c.name == name)).scalar()
     if found is not None:
         return int(found)
-    values = {"name": name, "role": "rater", "invited_by": key_id, "created_at": now}
+    values = {**_named(name), "role": "rater", "invited_by": key_id, "created_at": now}
     return new_id(connection.execute(insert(tables.raters).values(**values)))
 
 
@@ -184,6 +186,11 @@ def _new_name(name: str, reserved: re.Pattern[str] = _RESERVED) -> str:
     return name
 
 
+def _named(name: str) -> dict[str, str]:
+    """The columns of a rater's name."""
+    return {"name": name, "spelling": spelling_of(name)}
+
+
 def user_name(key_id: int, user: str) -> str:
     """The name of the rater for a user of a key, which does not tell who it is."""
     return f"user {token_sha256(f'{key_id}:{user}')[:24]}"
@@ -194,7 +201,7 @@ def make_nameless(connection: Connection, rater_id: int, now: float) -> None:
     name, table = f"{DELETED} {rater_id}", tables.raters
     while connection.execute(select(table.c.id).where(table.c.name == name, table.c.id != rater_id)).first():
         name += "'"
-    values = {"name": name, "token_sha256": None, "disabled_at": now}
+    values = {**_named(name), "token_sha256": None, "disabled_at": now}
     connection.execute(update(table).where(table.c.id == rater_id).values(**values))
 
 
@@ -214,6 +221,12 @@ def check_not_deleted(connection: Connection, rater_id: int) -> None:
 def all_raters(connection: Connection) -> list[Rater]:
     """All raters, oldest first."""
     return [_rater(row) for row in connection.execute(select(tables.raters).order_by(tables.raters.c.id))]
+
+
+def rater_of_id(connection: Connection, rater_id: int) -> Rater | None:
+    """The rater of this id; None if there is none."""
+    found = connection.execute(select(tables.raters).where(tables.raters.c.id == rater_id)).first()
+    return None if found is None else _rater(found)
 
 
 def rater_named(raters: Iterable[T], name: str) -> T | None:
@@ -272,7 +285,8 @@ def _check_settings(settings: CampaignSettings) -> None:
 
 def _same_name(connection: Connection, name: str) -> Any | None:
     """The row of the rater with this name in whatever spelling: the exact one first."""
-    return rater_named(connection.execute(select(tables.raters).order_by(tables.raters.c.id)), name)
+    same = tables.raters.c.spelling == spelling_of(name)
+    return rater_named(connection.execute(select(tables.raters).where(same).order_by(tables.raters.c.id)), name)
 
 
 def _taken(name: str, known: str) -> NameTakenError:
@@ -281,10 +295,10 @@ def _taken(name: str, known: str) -> NameTakenError:
 
 
 def _rater_of_id(connection: Connection, rater_id: int) -> Rater:
-    found = connection.execute(select(tables.raters).where(tables.raters.c.id == rater_id)).first()
+    found = rater_of_id(connection, rater_id)
     if found is None:
         raise StoreError(f"there is no rater {rater_id}")
-    return _rater(found)
+    return found
 
 
 def _campaign(row: Any) -> Campaign:

@@ -66,6 +66,11 @@ def name_key(name: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", seen.casefold()).split())
 
 
+def spelling_of(name: str) -> str:
+    """SHA-256 of `name_key`, which has one length."""
+    return hashlib.sha256(name_key(name).encode()).hexdigest()
+
+
 def check_content(content: Text, what: str) -> None:
     """Raise DataError as `check_text` does, for text or messages."""
     for text in [content] if isinstance(content, str) else [part for message in content for part in message.values()]:

@@ -60,9 +60,12 @@ IMPORTED = "import-"
 _MAX_TAGS = 32
 
 
-def record(connection: Connection, answered: Inference) -> None:
-    """Store a request and its answers. Raises DataDeletedError, as all that stores something for a key or rater."""
-    check_not_deleted(connection, answered.rater_id)
+def record(connection: Connection, answered: Inference, by: int | None = None) -> None:
+    """Store a request and its answers. Raises DataDeletedError, as all that stores something for a key or rater, for
+    the rater `by` too, who is the user of a token.
+    """
+    for rater_id in (answered.rater_id, *(() if by is None else (by,))):
+        check_not_deleted(connection, rater_id)
     values = {
         "name": answered.name,
         "rater_id": answered.rater_id,

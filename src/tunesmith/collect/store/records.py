@@ -115,13 +115,6 @@ class Rater:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyUser(Rater):
-    """A user of a key of the API, who sends a token that the key has signed for them: `id` is that of the key."""
-
-    user: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class NewRater:
     """A rater and their access token, of which the store keeps only the SHA-256."""
 

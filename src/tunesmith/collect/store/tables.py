@@ -146,6 +146,8 @@ raters = Table(
     votes_metadata,
     _id(),
     Column("name", String(200), nullable=False, unique=True),
+    # Hash of what the spellings of a name share, by which one is found.
+    Column("spelling", String(64), nullable=False, server_default=""),
     Column("role", String(16), nullable=False),
     Column("token_sha256", String(64), nullable=True, unique=True),
     _reference("invited_by", "raters.id", nullable=True),
@@ -158,6 +160,7 @@ raters = Table(
     Column("requests_per_minute", Integer, nullable=True),
     Column("tokens_per_day", _ID, nullable=True),
     CheckConstraint("role IN ('rater', 'admin')", name="role"),
+    Index("ix_raters_spelling", "spelling"),
     sqlite_autoincrement=True,
 )
 

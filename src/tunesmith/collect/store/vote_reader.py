@@ -127,6 +127,10 @@ class VoteReader(ReadOnlyDatabase):
         """All raters, oldest first."""
         return self.read(campaigns.all_raters, [])
 
+    def rater(self, rater_id: int) -> Rater | None:
+        """The rater of this id; None if there is none."""
+        return self.read(lambda c: campaigns.rater_of_id(c, rater_id), None)
+
     def rater_of(self, token: str, now: float | None = None) -> Rater | None:
         """The rater with this access token; None for a wrong, expired or disabled one."""
         moment = or_now(now)

@@ -314,9 +314,15 @@ class VoteStore(Closeable):
         """As `vote`, for an answer that the rater wrote, in addition to the vote."""
         return self._answer(token, rater_id, now, lambda one: one.demonstrate(text, request_key))
 
-    def record(self, answered: Inference) -> None:
-        """Store a request of the API and its answers."""
-        self._write(inferences.record, answered)
+    def rater_of_user(self, key_id: int, user: str, now: float | None = None) -> int:
+        """Id of the rater for a user of a key; created, without access to the pages, if missing."""
+        return self._write(campaigns.rater_of_user, key_id, user, or_now(now))
+
+    def record(self, answered: Inference, by: int | None = None) -> None:
+        """Store a request of the API and its answers; `by` is the rater who sent it, if it is one for a user of the
+        key. Raises DataDeletedError if the data of either was deleted meanwhile.
+        """
+        self._write(inferences.record, answered, by)
 
     def charge(self, rater_id: int, num_tokens: int, now: float | None = None) -> None:
         """Count tokens that a key read and drew; see `VoteReader.tokens_of_day`."""

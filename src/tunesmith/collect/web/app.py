@@ -17,16 +17,7 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
-from tunesmith.base.core.errors import (
-    DataDeletedError,
-    InputError,
-    NameTakenError,
-    RunError,
-    StoreError,
-    TunesmithError,
-    UnknownPresentationError,
-    VoteConflictError,
-)
+from tunesmith.base.core.errors import InputError, TunesmithError
 from tunesmith.base.core.log import Once, get_logger
 from tunesmith.base.core.version import __version__
 from tunesmith.collect.store.metric_log import MetricLog
@@ -43,7 +34,7 @@ from tunesmith.collect.web.guard import SECURITY_HEADERS, ApiOrigins, Guard
 from tunesmith.collect.web.jobs import Jobs
 from tunesmith.collect.web.logins import ENDED_FILE, Ended, Logins, RateLimits, Sessions, read_key
 from tunesmith.collect.web.proxies import BehindProxy
-from tunesmith.collect.web.services import STORE_FAILS, Services, is_set_within, refusal
+from tunesmith.collect.web.services import FAILED, STORE_FAILS, Services, is_set_within, refusal, status_of
 from tunesmith.collect.web.settings import ServerSettings
 from tunesmith.collect.web.studio import Studio
 from tunesmith.collect.web.watch_data import WatchData
@@ -60,16 +51,6 @@ NOTE_S = 60.0
 
 _OFFERS_PER_BATCH = 200
 _log = get_logger(__name__)
-_STATUS: tuple[tuple[type[InputError], int], ...] = (
-    (UnknownPresentationError, 404),
-    (VoteConflictError, 409),
-    (NameTakenError, 409),
-    (DataDeletedError, 401),
-    (RunError, 409),
-    # The database is busy, full or damaged: the client keeps the request and retries.
-    (StoreError, 503),
-    (InputError, 422),
-)
 
 
 def create_app(
@@ -201,7 +182,8 @@ def _templates() -> jinja2.Environment:
 
 async def _explain(request: Request, error: Exception) -> Response:
     """An InputError as its status and message; why the store fails is told on pages of admins alone."""
-    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    assert isinstance(error, InputError), "registered for this error alone"
+    status = status_of(error)
     caller: Rater | None = request.scope.get("user")
     is_admins = caller is not None and caller.is_admin and not access.is_api(request.scope["path"])
     if status == 503 and not is_admins:
@@ -224,7 +206,7 @@ async def _explain_failure(request: Request, error: Exception) -> Response:
     if isinstance(error, InputError):
         return await _explain(request, error)
     headers = {**SECURITY_HEADERS, "cache-control": "no-store"}
-    return refusal(request, 500, "the server failed at this request; its log says why", headers)
+    return refusal(request, 500, FAILED, headers)
 
 
 async def _explain_validation(request: Request, error: Exception) -> Response:

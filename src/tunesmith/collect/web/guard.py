@@ -19,9 +19,9 @@ from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tunesmith.collect.store.records import KeyUser, Rater
+from tunesmith.collect.store.records import Rater
 from tunesmith.collect.web.access import RouteTable, Rule, is_api
-from tunesmith.collect.web.logins import USER_PREFIX, Logins, RateLimits, bearer_of
+from tunesmith.collect.web.logins import USER_PREFIX, KeyUser, Logins, RateLimits, bearer_of
 from tunesmith.collect.web.proxies import forwarded_host, names_of, root_of
 from tunesmith.collect.web.services import refusal, wants_page
 from tunesmith.collect.web.settings import ServerSettings

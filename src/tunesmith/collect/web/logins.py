@@ -15,7 +15,6 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +25,7 @@ from starlette.requests import HTTPConnection
 
 from tunesmith.base.core.errors import StoreError
 from tunesmith.base.core.system import fsync, name_file
-from tunesmith.collect.store.records import KeyUser, Rater, Scope
+from tunesmith.collect.store.records import Rater, Scope
 from tunesmith.collect.store.vote_reader import VoteReader
 from tunesmith.collect.web.access import is_api
 
@@ -46,6 +45,16 @@ _KEY_BYTES = 32
 _SIGNATURE_BYTES = 24
 _CACHE_S = 2.0
 _MAX_CACHED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUser(Rater):
+    """A user of a key of the API, who sends a token that the key has signed for them: `id` is that of the key, and
+    `rater_id` that of the rater who they are themselves.
+    """
+
+    user: str = ""
+    rater_id: int = 0
 
 
 @dataclass(slots=True)
@@ -170,19 +179,19 @@ class Sessions:
         rater_id, expiry = text.split(".")[:2]
         return int(rater_id) if now < int(expiry) and value not in self._ended else None
 
-    def sign_user(self, key: Rater, user: str, scopes: Sequence[Scope], expires_at: float) -> str:
-        """A token for a user of `key`, valid until `expires_at`, or until the key ends."""
-        content = json.dumps([key.id, user, list(scopes), int(expires_at)]).encode()
+    def sign_user(self, user: KeyUser, expires_at: float) -> str:
+        """A token for a user of a key, valid until `expires_at`, or until the access of either ends."""
+        content = json.dumps([user.id, user.rater_id, user.user, list(user.scopes or ()), int(expires_at)]).encode()
         text = base64.urlsafe_b64encode(content).decode()
         return f"{USER_PREFIX}{text}.{_signature(self._key, 'user', text)}"
 
-    def read_user(self, token: str, now: float) -> tuple[int, str, tuple[Scope, ...]] | None:
-        """Key, user and scopes of a token; None if its signature is wrong, or it has expired."""
+    def read_user(self, token: str, now: float) -> tuple[int, int, str, tuple[Scope, ...]] | None:
+        """Ids of key and rater, name and scopes of a token; None if its signature is wrong, or it has expired."""
         text, _, signature = token.removeprefix(USER_PREFIX).partition(".")
         if not hmac.compare_digest(_bytes(signature), _signature(self._key, "user", text).encode()):
             return None
-        key_id, user, scopes, expiry = json.loads(base64.urlsafe_b64decode(text))
-        return (key_id, user, tuple(scopes)) if now < expiry else None
+        key_id, rater_id, user, scopes, expiry = json.loads(base64.urlsafe_b64decode(text))
+        return (key_id, rater_id, user, tuple(scopes)) if now < expiry else None
 
     def end(self, value: str, kind: Kind = "session") -> bool:
         """Have a value that can be read stand for nobody from now on; False if it was ended meanwhile."""
@@ -266,18 +275,20 @@ class Logins:
 
     def rater(self, rater_id: int) -> Rater | None:
         """The rater of this id, if their access has not ended."""
-        now = time.time()
-        return next((rater for rater in self._votes.raters() if rater.id == rater_id and rater.has_access(now)), None)
+        found = self._votes.rater(rater_id)
+        return found if found is not None and found.has_access(time.time()) else None
 
     def _user(self, token: str) -> KeyUser | None:
         """The user of a key with this token, who may do no more than the key."""
         found = self.sessions.read_user(token, time.time())
-        key = None if found is None else self.rater(found[0])
-        if found is None or key is None or key.scopes is None:
+        if found is None:
             return None
-        facts: dict[str, Any] = {field.name: getattr(key, field.name) for field in fields(key)}
-        facts["scopes"] = tuple(one for one in found[2] if key.scopes.count(one) or "admin" in key.scopes)
-        return KeyUser(**facts, user=found[1])
+        key_id, rater_id, name, scopes = found
+        key = self.rater(key_id)
+        # When a person's data is deleted, the rater who they were remains without access: their tokens end with it.
+        if key is None or key.scopes is None or self.rater(rater_id) is None:
+            return None
+        return user_of(key, name, rater_id, tuple(one for one in scopes if one in key.scopes or "admin" in key.scopes))
 
     def _find(self, bearer: str, cookie: str) -> Rater | None:
         if bearer.startswith(USER_PREFIX):
@@ -287,6 +298,13 @@ class Logins:
             return found
         rater_id = self.sessions.read(bearer or cookie, time.time())
         return None if rater_id is None else self.rater(rater_id)
+
+
+def user_of(key: Rater, name: str, rater_id: int, scopes: tuple[Scope, ...]) -> KeyUser:
+    """The user of a key whom it calls `name`, with its limits."""
+    facts: dict[str, Any] = {field.name: getattr(key, field.name) for field in fields(Rater)}
+    facts["scopes"] = scopes
+    return KeyUser(**facts, user=name, rater_id=rater_id)
 
 
 def bearer_of(request: HTTPConnection) -> str:

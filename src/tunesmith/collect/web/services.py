@@ -12,6 +12,15 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
+from tunesmith.base.core.errors import (
+    DataDeletedError,
+    InputError,
+    NameTakenError,
+    RunError,
+    StoreError,
+    UnknownPresentationError,
+    VoteConflictError,
+)
 from tunesmith.collect.store.records import Campaign, CampaignSettings, Rater
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.votes import VoteStore
@@ -25,6 +34,25 @@ from tunesmith.collect.web.studio import Studio
 
 STORE_FAILS = "what is stored cannot be used at the moment; try again in a moment"
 """Message in place of the reason, which names files, addresses and users of the database: it is in the log."""
+
+FAILED = "the server failed at this request; its log says why"
+"""Message in place of an error that nothing explains."""
+
+_STATUS: tuple[tuple[type[InputError], int], ...] = (
+    (UnknownPresentationError, 404),
+    (VoteConflictError, 409),
+    (NameTakenError, 409),
+    (DataDeletedError, 401),
+    (RunError, 409),
+    # The database is busy, full or damaged: the client keeps the request and retries.
+    (StoreError, 503),
+    (InputError, 422),
+)
+
+
+def status_of(error: InputError) -> int:
+    """The status of a response to a request that ends with this error."""
+    return next(status for kind, status in _STATUS if isinstance(error, kind))
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from tunesmith.base.core.errors import StoreError
+from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.log import get_logger
 from tunesmith.collect.store.records import Rater
 from tunesmith.collect.web.api import keys, openai
@@ -20,7 +20,8 @@ from tunesmith.collect.web.api.endpoint import Collected, Endpoint
 from tunesmith.collect.web.api.metrics import Metrics, Timer
 from tunesmith.collect.web.api.openai import Json, RefusedError, Sampled
 from tunesmith.collect.web.arena import Contestant
-from tunesmith.collect.web.services import STORE_FAILS, Services, error_body
+from tunesmith.collect.web.logins import KeyUser
+from tunesmith.collect.web.services import FAILED, STORE_FAILS, Services, error_body, status_of
 
 T = TypeVar("T")
 
@@ -39,11 +40,9 @@ class Answering:
         body: Sampled,
         speakers: list[Contestant],
         asked: list[dict[str, Any]],
-        *,
-        model: str = "",
     ) -> None:
         self.body = body
-        self.model = body.model or model or endpoint.alias
+        self.model = body.model or endpoint.alias
         self.is_compared = len({one.name for one in speakers}) > 1
         self.version = None if self.is_compared else speakers[0].version
         self.collected = Collected(speakers, body.n or 1)
@@ -78,20 +77,21 @@ class Answering:
 
         That of the first is `id`, of the others `id.1` and so on. `more` is stored beside the sampling parameters.
         """
-        asked = self.asked[0]
+        asked, caller = self.asked[0], self._caller
         options = {**asked["sampling"], **({"tools": asked["tools"]} if "tools" in asked else {}), **more}
         for number, places in enumerate(groups):
             kept = self.collected.kept(
                 places,
                 name=f"{id}.{number}" if number else id,
-                rater_id=self._caller.id,
+                rater_id=caller.id,
                 model=self.model,
                 options=options,
                 user=self._user,
                 episode=self.body.episode_id or "",
                 created_at=time.time(),
             )
-            await run_in_threadpool(self._services.votes.record, kept)
+            by = caller.rater_id if isinstance(caller, KeyUser) else None
+            await run_in_threadpool(self._services.votes.record, kept, by)
 
     @property
     def may_call(self) -> bool:
@@ -155,13 +155,25 @@ async def answered(request: HttpRequest, answering: Answering, form: Form) -> Re
                     yield openai.event(one)
             if form.last:
                 yield openai.event(form.last)
-        except RefusedError as error:  # the engine failed in the middle
-            yield openai.event(form.failed(error))
-        except StoreError as error:  # the answer cannot be stored, so that no feedback would find it
-            _log.warning("the store cannot be used: %s", error)
-            yield openai.event(form.failed(RefusedError(503, STORE_FAILS)))
+        except Exception as error:  # noqa: BLE001 - the status is sent, so the client learns of any error from here alone
+            yield openai.event(form.failed(_refusal_of(error)))
 
     return StreamingResponse(texts(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+
+def _refusal_of(error: Exception) -> RefusedError:
+    """What the client is told of an error in the middle of a stream. The log has the reasons that are not for them."""
+    if isinstance(error, RefusedError):  # the engine failed
+        return error
+    if not isinstance(error, InputError):
+        _log.error("a stream of the API failed", exc_info=error)
+        return RefusedError(500, FAILED)
+    status = status_of(error)
+    if status != 503:
+        return RefusedError(status, str(error))
+    # The answer cannot be stored, so that no feedback would find it.
+    _log.warning("the store cannot be used: %s", error)
+    return RefusedError(status, STORE_FAILS)
 
 
 async def _while_connected(request: HttpRequest, work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -1,7 +1,9 @@
 """Anthropic's Messages API: its requests as chats, and what was drawn in its form."""
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -40,11 +42,12 @@ class Turn(BaseModel):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=openai.MAX_PARTS)]
 
-    def add_to(self, said: Said) -> None:
-        """Add this turn to messages of OpenAI's form. Raises RefusedError for blocks that are no text."""
+    def read(self, said: Said, calls: list[Json]) -> str | None:
+        """The text of this turn, None if it has none; results of tools are added to `said`, and its calls to `calls`.
+        Raises RefusedError for blocks that are no text.
+        """
         blocks = [Block(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         texts: list[str] = []
-        calls: list[Json] = []
         for block in blocks:
             if block.type == "text":
                 texts.append(block.text)
@@ -55,8 +58,18 @@ class Turn(BaseModel):
             elif block.type not in ("thinking", "redacted_thinking"):  # no template shows what was thought before
                 reason = f"a block of the {self.role}'s message is {block.type!r}; the model reads text alone"
                 raise RefusedError(400, reason, param="messages")
+        return "".join(texts) if texts else None
+
+
+def _add(said: Said, turns: Iterable[Turn]) -> None:
+    """Add turns to messages of OpenAI's form. Those of one role that follow each other are one message, as with
+    Anthropic, their texts separated by an empty line: templates want the roles to alternate.
+    """
+    for role, group in groupby(turns, key=attrgetter("role")):
+        calls: list[Json] = []
+        texts = [text for turn in group if (text := turn.read(said, calls)) is not None]
         if texts or calls:
-            said.add({"role": self.role, "content": "".join(texts), "tool_calls": calls})
+            said.add({"role": role, "content": "\n\n".join(texts), "tool_calls": calls})
 
 
 class Tool(BaseModel):
@@ -115,8 +128,7 @@ class CountRequest(Sampled):
         said = Said()
         if self.system:
             said.add({"role": "system", "content": openai.text_of(self.system, "system")})
-        for turn in self.messages:
-            turn.add_to(said)
+        _add(said, self.messages)
         return openai.chat_of(
             self,
             names={"stop_strings": "stop_sequences"},

@@ -10,10 +10,10 @@ from starlette.concurrency import run_in_threadpool
 from tunesmith.collect.store.campaigns import rater_named
 from tunesmith.collect.store.content import check_values
 from tunesmith.collect.store.inferences import DAY_S
-from tunesmith.collect.store.records import KeySettings, KeyUser, Rater, Scope
+from tunesmith.collect.store.records import KeySettings, Rater, Scope
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api.openai import Json, RefusedError
-from tunesmith.collect.web.logins import RateLimits
+from tunesmith.collect.web.logins import KeyUser, RateLimits, user_of
 from tunesmith.collect.web.services import Caller, Services, ServicesOf
 
 KEYS, USER_TOKENS = "/v1/keys", "/v1/user_tokens"
@@ -134,7 +134,8 @@ def router() -> APIRouter:
         if "admin" not in scopes and not set(body.scopes) <= set(scopes):
             raise RefusedError(403, f"this key is for {', '.join(scopes)}; its users may do no more", param="scopes")
         expires_at = int(time.time()) + body.expires_s
-        token = services.logins.sessions.sign_user(caller, body.user, body.scopes, expires_at)
+        rater_id = services.votes.rater_of_user(caller.id, body.user)
+        token = services.logins.sessions.sign_user(user_of(caller, body.user, rater_id, body.scopes), expires_at)
         return {"token": token, "user": body.user, "scopes": body.scopes, "expires_at": expires_at}
 
     return routes

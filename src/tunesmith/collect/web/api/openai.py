@@ -143,6 +143,15 @@ def _call_of(call: _ToolCall) -> Json:
     return {**named, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
 
 
+def _fields(given: Any) -> Iterable[tuple[str, Any]]:
+    return cast(dict[str, Any], given).items() if isinstance(given, dict) else ()
+
+
+def _is_ids(given: Any) -> bool:
+    """True for what is a list of numbers, or is refused because it begins as one."""
+    return isinstance(given, list) and type(next(iter(cast(list[Any], given)), None)) is int
+
+
 def _check_values(given: Any, what: str) -> None:
     try:
         json.dumps(given, ensure_ascii=False, default=str, allow_nan=False).encode()
@@ -182,9 +191,9 @@ class Sampled(BaseModel):
     @classmethod
     def check_texts(cls, given: Any) -> Any:
         """Refuse what no database and no response can hold: answers are stored with their prompts. A model may have
-        drawn a NUL, which JSON can hold.
+        drawn a NUL, which JSON can hold. Ids, which may be millions, are checked by their type.
         """
-        _check_values(given, "the request")
+        _check_values({name: one for name, one in _fields(given) if not _is_ids(one)}, "the request")
         return given
 
     @property

@@ -27,6 +27,9 @@ _OFFERED: dict[str, Sequence[Any]] = {
 }
 """Values of fields that are known and not done here; see `openai.refuse`."""
 
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""Codes of a failed response, by the status of its error."""
+
 _STREAMS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
 
 
@@ -174,9 +177,13 @@ class ResponseForm(Form):
         yield self._event(f"response.{ended['status']}", response=ended)
 
     def failed(self, error: RefusedError) -> Json:
-        """See `Form.failed`."""
-        code = "rate_limit_exceeded" if error.status_code == 429 else "server_error"
-        failed = {**self._response("failed"), "error": {"code": code, "message": error.detail}}
+        """See `Form.failed`. Responses have no codes of their own for most of what a client does wrong."""
+        status, told = error.status_code, error.detail
+        code = "server_error" if status >= 500 else _CODES.get(status)
+        if code is None:
+            given = super().failed(error)["error"]
+            return self._event("error", code=given["code"] or given["type"], message=told, param=given["param"])
+        failed = {**self._response("failed"), "error": {"code": code, "message": told}}
         return self._event("response.failed", response=failed)
 
     async def _keep(self) -> None:

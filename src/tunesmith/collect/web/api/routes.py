@@ -2,7 +2,6 @@
 ids, and TensorZero's of feedback.
 """
 
-import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.inferences import Speaker, conversation_of
-from tunesmith.collect.store.records import Feedback, KeyUser, Rater
+from tunesmith.collect.store.records import Feedback, Rater
 from tunesmith.collect.web.access import Rule
 from tunesmith.collect.web.api import keys, openai, people
 from tunesmith.collect.web.api.answering import Answering, Form, answered, whole
@@ -24,6 +23,7 @@ from tunesmith.collect.web.api.endpoint import Endpoint
 from tunesmith.collect.web.api.metrics import Metrics
 from tunesmith.collect.web.api.openai import ChatRequest, Json, RefusedError, Sampled, TextRequest
 from tunesmith.collect.web.api.responses import ResponseForm, ResponsesRequest, continued
+from tunesmith.collect.web.logins import KeyUser
 from tunesmith.collect.web.services import Caller, Services, ServicesOf
 
 MAX_BODY = 8 * 1024 * 1024
@@ -49,6 +49,9 @@ RULES: tuple[Rule, ...] = (
 """Rules of the API, for the guard's table."""
 
 _MOST_FEEDBACK = 1000
+
+_BEGIN = 10_000
+"""Characters or token ids by which prompts without names of user and conversation are told apart."""
 
 
 class GenerateSampling(Sampled):
@@ -145,10 +148,7 @@ def _add_answers(routes: APIRouter, endpoint: Endpoint, metrics: Metrics) -> Non
     @routes.post(TEXT)
     async def complete(request: HttpRequest, body: TextRequest, caller: Caller, services: ServicesOf) -> Response:
         """Continue texts or token ids, whole or as a stream."""
-        prompts = body.prompts()
-        speaker = endpoint.model(body.model, _conversation(caller, body, json.dumps(prompts[0])))
-        asked = [{"model": speaker.model, **body.asked(speaker.sampling), **prompt} for prompt in prompts]
-        answering = Answering(endpoint, metrics, services, caller, body, [speaker] * len(prompts), asked)
+        answering = await run_in_threadpool(_continuing, endpoint, metrics, services, caller, body, body.prompts)
         return await answered(request, answering, TextForm(answering))
 
     @routes.post(GENERATE)
@@ -156,10 +156,9 @@ def _add_answers(routes: APIRouter, endpoint: Endpoint, metrics: Metrics) -> Non
         """Continue token ids: ids, log-probs and the reason of the end, as vLLM's token server has it."""
         if body.stream or body.sampling_params.stream:
             raise RefusedError(400, "this route does not stream; leave stream out", param="stream")
-        sampled = body.sampling_params
-        speaker = endpoint.model(body.model, _conversation(caller, sampled, json.dumps(body.token_ids)))
-        one = {"model": speaker.model, **sampled.asked(speaker.sampling), "token_ids": body.token_ids}
-        answering = Answering(endpoint, metrics, services, caller, sampled, [speaker], [one], model=body.model)
+        sampled = body.sampling_params.model_copy(update={"model": body.model})
+        given = [{"token_ids": body.token_ids}]
+        answering = await run_in_threadpool(_continuing, endpoint, metrics, services, caller, sampled, lambda: given)
         return await whole(request, answering, TokenForm(answering).whole)
 
 
@@ -208,6 +207,22 @@ def _chat(
         body, speakers = body.model_copy(update={"n": 2}), speakers[:1]
     asked = [{"model": one.model, "as_text": one.as_text, **body.asked(one.sampling)} for one in speakers]
     return Answering(endpoint, metrics, services, caller, body, speakers, asked)
+
+
+def _continuing(
+    endpoint: Endpoint,
+    metrics: Metrics,
+    services: Services,
+    caller: Rater,
+    body: Sampled,
+    prompts: Callable[[], Sequence[Json]],
+) -> Answering:
+    """The texts or token ids that are to be continued; for a thread, as `_chat`. Raises RefusedError."""
+    given = prompts()
+    begin = next(iter(given[0].values()))[:_BEGIN]
+    speaker = endpoint.model(body.model, _conversation(caller, body, str(begin)))
+    asked = [{"model": speaker.model, **body.asked(speaker.sampling), **prompt} for prompt in given]
+    return Answering(endpoint, metrics, services, caller, body, [speaker] * len(given), asked)
 
 
 def _conversation(caller: Rater, body: Sampled, prompt: Text) -> str:
