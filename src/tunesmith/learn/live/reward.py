@@ -47,12 +47,14 @@ class RewardUpdate:
 
     def __post_init__(self) -> None:
         cfg, section = self.cfg, self.cfg.reward_model
-        model = new_reward_model(cfg.model, device=self.learner.policy.module.device)
+        device = self.learner.policy.module.device
+        model = new_reward_model(cfg.model, device=device, heads=section.heads, seed=cfg.run.seed)
         keep_lower_layers(model.model, section.num_layers)
         if section.num_layers is None:
             freeze_lower_layers(model.model, cfg.model.num_trainable_layers)
         model.model.score.requires_grad_(True)
-        self.reward = Reward(section, model, MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS))
+        optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS)
+        self.reward = Reward(section, model, optimizer, seed=cfg.run.seed)
         control = cfg.ppo.kl if cfg.live.update == "ppo" else cfg.grpo.kl
         self.kl = kl.Controller(control.coef, control.target, control.horizon)
 
@@ -65,7 +67,8 @@ class RewardUpdate:
         """
         accuracy = self.learn_rewards(votes, seed, progress)
         tokenizer, num_prompts = self.learner.tokenizer, self.cfg.rollout.prompts_per_step
-        model = ModelReward(self.reward.model, "votes", policy_tokenizer=tokenizer)
+        pessimism = self.cfg.reward_model.pessimism
+        model = ModelReward(self.reward.model, "votes", policy_tokenizer=tokenizer, pessimism=pessimism)
         policy = self.policy_learner(Scorer([model], policy_tokenizer=tokenizer))
         for index in range(self.cfg.live.policy_steps):
             train, step = self.offers.prompts.train, first_step + index
@@ -91,6 +94,8 @@ class RewardUpdate:
                 with span("reward_model"):
                     metrics = self.reward.step([pairs[i] for i in chosen], index).metrics
                 accuracies.append(metrics.get("accuracy", 0.5))
+        if self.reward.model.num_heads > 1:
+            self.reward.know(pairs)
         return sum(accuracies) / len(accuracies)
 
     def policy_learner(self, scorer: Scorer) -> PPO | GRPO:
