@@ -108,6 +108,7 @@ class RewardModel(nn.Module):
         self.transform = transform
         self._decoder = TrunkDecoder(section or ModelSection())
         self.num_heads = 1 if label is not None else num_heads_of(model)
+        _ = self.known  # which a damaged config does not have
         if self.num_heads > 1 and transform != "raw":
             raise ModelError(
                 f"the reward model has {self.num_heads} heads, whose mean is the reward; use transform raw"
