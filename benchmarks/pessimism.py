@@ -11,6 +11,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,6 +57,7 @@ def recipe_of(algorithm: str, options: Namespace, folder: Path, seed: int, **val
             "optimizer.schedule": "constant",
             "ppo.kl.coef": 0.005,
             "ppo.kl.target": None,
+            "ppo.kl.horizon": 10_000.0,
             "run.steps": options.steps,
         }
         if options.quick:
@@ -63,8 +65,12 @@ def recipe_of(algorithm: str, options: Namespace, folder: Path, seed: int, **val
     return load_recipe(algorithm, recipe=f"demo_{algorithm}", overrides=values).recipe
 
 
-def voted(policy: PolicyRecipe, openings: Sequence[Prompt], num: int, seed: int) -> list[Pair]:
-    """`num` votes that are no ties, of a rater who is wrong on some, on two continuations of one of `openings` each."""
+def voted(
+    policy: PolicyRecipe, openings: Sequence[Prompt], num: int, seed: int, *, by_length: bool = False
+) -> list[Pair]:
+    """`num` votes that are no ties, of a rater who is wrong on some, on two continuations of one of `openings` each.
+    With `by_length` the longer one is better, for models that write no words.
+    """
     loaded = load_policy(policy.model)
     engine = open_engine(loaded.model, loaded.tokenizer)
     rater, draw = SimulatedRater(), random.Random(derive(seed, "votes"))
@@ -75,7 +81,7 @@ def voted(policy: PolicyRecipe, openings: Sequence[Prompt], num: int, seed: int)
         sampling = sampling_params(policy.rollout, derive(seed, "votes", number))
         for group in engine.generate(rows, 2, sampling):
             texts = [one.text.replace("\x00", "") for one in group.completions]
-            scores = [rater.score(str(group.prompt.content), text) for text in texts]
+            scores = [float(len(text)) if by_length else rater.score(str(group.prompt.content), text) for text in texts]
             if abs(scores[0] - scores[1]) >= TIE_BELOW and all(text.strip() for text in texts):
                 better = int((scores[1] > scores[0]) == (draw.random() < ACCURACY))
                 pairs.append(Pair(group.prompt, chosen=texts[better], rejected=texts[1 - better]))
@@ -117,14 +123,13 @@ def followed(options: Namespace, seed: int, folder: Path, say: Say) -> dict[str,
     split = split_by_prompt(openings, 0.0, 0, num_heldout=NUM_COMPARED)
     plain = recipe_of("ppo", options, folder, seed)
     assert isinstance(plain, PolicyRecipe)
-    pairs = voted(plain, split.train, options.votes + NUM_HELDOUT, seed)
+    votes = partial(voted, plain, seed=seed, by_length=options.quick)
+    pairs, heldout = votes(split.train[::2], options.votes), votes(split.train[1::2], NUM_HELDOUT)
     section = {"heads.count": options.heads, "pairs_per_step": 20, "micro_batch_size": 20, "num_epochs": 3}
     reward = recipe_of(
         "reward", options, folder, seed, **{f"reward_model.{name}": value for name, value in section.items()}
     )
-    judge = training.run(
-        reward, Inputs(pairs=pairs[: options.votes], heldout_pairs=pairs[options.votes :]), progress=False
-    )
+    judge = training.run(reward, Inputs(pairs=pairs, heldout_pairs=heldout), progress=False)
     say(f"seed {seed}: {judge.summary}")
     examiner = Examiner(split.heldout, plain, 1 if options.quick else NUM_COMPLETIONS)
     found: dict[str, dict[str, Any]] = {}
