@@ -346,7 +346,7 @@ def _classifier(located: _Located, dtype: torch.dtype) -> tuple[PreTrainedModel,
         return _classifier_on(model, dtype), tokenizer
     tokenizer = load_tokenizer(located.folder, name, trust_remote_code=trust)
     stored = read_object(located.folder / "config.json")
-    num_heads = len(stored.get("id2label") or ()) if stored.get(ensemble.HEADS) is not None else 1
+    num_heads = max(1, len(stored.get("id2label") or ())) if stored.get(ensemble.HEADS) is not None else 1
     model, missing = _from_pretrained(
         AutoModelForSequenceClassification, located.folder, name, dtype, trust_remote_code=trust, num_labels=num_heads
     )

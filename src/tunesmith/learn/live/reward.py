@@ -3,7 +3,7 @@
 The learners are those of `trainers`, on the policy, optimizer and engine of the live loop.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.base.config.algorithms.live import LiveRecipe
@@ -85,7 +85,11 @@ class RewardUpdate:
             votes, self.is_first = [*self.memory.learnt.values()], False
         stop_ids = stop_token_ids(self.learner.policy.module, self.learner.tokenizer)
         end_ids = [end_token_id(self.learner.tokenizer, is_conversational=is_turn) for is_turn in (False, True)]
-        pairs = [encode_pair(vote, stop_ids, end_ids[vote.prompt.is_conversational]) for vote in votes]
+
+        def encoded(some: Iterable[VotedPair]) -> list[EncodedPreference]:
+            return [encode_pair(vote, stop_ids, end_ids[vote.prompt.is_conversational]) for vote in some]
+
+        pairs = encoded(votes)
         accuracies: list[float] = []
         for epoch in range(section.num_epochs):
             order = permutation_of_groups(seed, epoch, Groups(pair.prompt_id for pair in pairs))
@@ -95,7 +99,7 @@ class RewardUpdate:
                     metrics = self.reward.step([pairs[i] for i in chosen], index).metrics
                 accuracies.append(metrics.get("accuracy", 0.5))
         if self.reward.model.num_heads > 1:
-            self.reward.know(pairs)
+            self.reward.know(encoded(self.memory.heldout.values()) or pairs)
         return sum(accuracies) / len(accuracies)
 
     def policy_learner(self, scorer: Scorer) -> PPO | GRPO:
