@@ -57,7 +57,8 @@ class Known:
             return None
         facts = cast(Mapping[str, Any], stored) if isinstance(stored, Mapping) else {}
         values = {field.name: facts.get(field.name) for field in fields(cls)}
-        numbers = [*(values.pop("offsets") or ()), *values.values()]
+        offsets = values.pop("offsets")
+        numbers = [*(cast(list[Any], offsets) if isinstance(offsets, list) else ()), *values.values()]
         if len(numbers) != num_heads + len(values) or not all(
             isinstance(one, int | float) and math.isfinite(one) for one in numbers
         ):

@@ -106,9 +106,10 @@ class Reward:
 
         With `bootstraps` each of several heads learns its own sample of the items.
         """
-        options = {"num_items": num_items, "with_margin": with_margin, "center_coef": center_coef}
         if self.model.num_heads > 1:
-            return self.loss_of_heads(items, bootstraps=bootstraps, **options)
+            return self.loss_of_heads(
+                items, num_items, with_margin=with_margin, center_coef=center_coef, bootstraps=bootstraps
+            )
         if self.as_rankings:
             ranked = setup.sent(collate_rankings(items, pad_id=0), self.uploader)
             reward_RK = self.model(ranked.ids_BT, ranked.lengths_B)[ranked.index_RK]
