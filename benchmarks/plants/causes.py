@@ -292,6 +292,7 @@ NOT_RUN: Mapping[str, str] = {
     "waiting_ranks": "training runs in one process",
     "engine_reload": "the setting is the default, and no run here is named for it: packed weights are small",
     "slow_callback": "a callback is given in Python, and these runs are started as commands",
+    "unknown_answers": "these runs have no reward model with heads; `benchmarks.pessimism` has such trainings",
     "slow_tools": "these runs talk to no environment; `benchmarks.environments` measures one whose tools are slow",
     "malformed_calls": "these runs talk to no environment",
     "broken_prefixes": "these runs talk to no environment",

@@ -90,7 +90,7 @@ def test_margins_are_those_of_each_sequence_alone_whatever_the_micro_batches() -
 
     expected = [reward(one.better_ids) - reward(one.worse_ids) for one in pairs]
     for size in (1, 3, 16):
-        np.testing.assert_allclose(margins(model, pairs, micro_batch_size=size), expected, atol=1e-5)
+        np.testing.assert_allclose(margins(model, pairs, micro_batch_size=size)[:, 0], expected, atol=1e-5)
 
 
 def test_a_model_that_knows_nothing_is_half_right_and_tfidf_sees_the_words() -> None:
@@ -136,3 +136,21 @@ def test_the_table_shows_figures_and_says_where_there_is_none() -> None:
     text = console.export_text()
     assert "fitted on 1,000 other pairs, p = 0.03 (McNemar)" in text
     assert "none" in text
+
+
+def test_several_heads_give_the_mean_of_their_probabilities_and_say_where_they_agree() -> None:
+    margin_NK = np.array([[2.0, 1.0, 0.5], [1.0, -0.5, 1.0], [-1.0, -2.0, -0.1], [3.0, 0.2, -0.1]])
+    pairs = [DecidedPair(str(i), (1, 2), (1, 3)) for i in range(4)]
+    found = quality(margin_NK, pairs)
+    p_N = (1 / (1 + np.exp(-margin_NK))).mean(axis=1)
+    assert found.accuracy == 0.75
+    assert found.brier == pytest.approx(np.square(1 - p_N).mean())
+    assert found.log_loss == pytest.approx(-np.log(p_N).mean())
+    assert sum(one.num_pairs for one in found.bins) == 4
+    heads = found.heads
+    assert heads is not None and (heads.num_heads, heads.num_agreed, heads.num_split) == (3, 2, 2)
+    assert (heads.accuracy_agreed, heads.accuracy_split) == (0.5, 1.0)
+    assert heads.margin_spread == pytest.approx(np.mean([np.std(row, ddof=1) for row in margin_NK]))
+    alone = quality(margin_NK[:, 0], pairs)
+    assert alone.heads is None and "heads" not in alone.to_json()
+    assert "num_agreed" in str(found.to_json()["heads"])

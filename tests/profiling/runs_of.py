@@ -132,6 +132,7 @@ SHOWN: dict[str, dict[str, object]] = {
     "gradient_checkpointing": {"recipe.model.gradient_checkpointing": True},
     "unneeded_reference": {"recipe.grpo.kl.coef": 1e-6},
     "long_tail": {"rollout/tail_s": 0.9, "completions/mean_length": 20.0, "completions/max_length": 400.0},
+    "unknown_answers": {"unfamiliar": 0.9},
     "slow_tools": {
         "environment/turns": 3.0,
         "time/rollout/reply_s": 2.0,

@@ -98,6 +98,22 @@ def test_a_line_cut_off_by_a_crash_and_nan_are_survived_and_mentioned(synthetic,
     assert "1 lines of the record could not be read" in page and "1 values were not finite" in page
 
 
+def test_the_page_of_a_judged_reward_model_shows_its_calibration(synthetic, tmp_path):
+    run = synthetic.write_run(tmp_path / "run")
+    assert "calibration" not in read(write_run_report(run))
+    bins = [
+        {"low": 0.5, "high": 0.75, "num_pairs": 40, "confidence": 0.61, "accuracy": 0.55},
+        {"low": 0.75, "high": 1.0, "num_pairs": 0, "confidence": None, "accuracy": None},
+    ]
+    heads = {"num_heads": 4, "num_agreed": 30, "accuracy_agreed": 0.6, "num_split": 10, "accuracy_split": 0.4}
+    (run / "reward_quality.json").write_text(json.dumps({"num_pairs": 40, "ece": 0.06, "bins": bins, "heads": heads}))
+    page = html.unescape(read(write_run_report(run)))
+    assert "How sure it is, and how often right" in page and "55% at 61%" in page
+    assert "On 30 of the pairs all 4 heads prefer the same side: right on 60%" in page
+    (run / "reward_quality.json").write_text('{"bins": [{"confidence": null}]}')
+    assert "How sure it is" not in read(write_run_report(run))
+
+
 def test_a_missing_run_is_named(tmp_path):
     with pytest.raises(RunError, match="nowhere does not exist"):
         write_run_report(tmp_path / "nowhere")

@@ -57,8 +57,9 @@ def train(
     section = {**EVERY, "dir": str(folder), **run}
     model = {"name": BASE, "dtype": dtype, "lora": lora or {}}
     heldout = {"heldout_fraction": 0.3}
-    if trainer == "reward":
-        cfg = reward_recipe(folder, model=model, run=section, pairs=heldout)
+    if trainer in ("reward", "heads"):
+        several = {"heads": {"count": 3 if trainer == "heads" else 1}}
+        cfg = reward_recipe(folder, model=model, run=section, pairs=heldout, reward_model=several)
         return training(cfg, pairs=pairs()).run_dir
     if trainer == "sft":
         buckets = {"bucket_steps": 3, "micro_batch_tokens": 2000}

@@ -109,3 +109,18 @@ def test_alarms_that_begin_together_are_all_recorded() -> None:
     wild = {"objective/kl": 99.0, "entropy": 0.01, "completions/mean_length": 99.0}
     rows = [{"step": float(step), **row} for step, row in enumerate([calm, calm, calm, wild], start=1)]
     assert [finding.name for finding in alarms(rows, DEFAULTS)] == ["kl", "length", "entropy"]
+
+
+def test_a_policy_that_leaves_what_the_heads_know_is_told_and_one_that_began_outside_too() -> None:
+    shares = [0.05, 0.1, 0.0, 0.4, 0.6, 0.8, 0.9, 0.2, 0.1, 0.0]
+    rows = [{"step": float(step), "rewards/votes/unfamiliar": share} for step, share in enumerate(shares, start=1)]
+    found = [one for end in range(1, len(rows) + 1) for one in alarms(rows[:end], DEFAULTS)]
+    assert [(one.step, one.name) for one in found] == [(6, "unfamiliar")]
+    assert "has left what the reward model knows" in found[0].message
+    assert "on 60% of the completions the heads of the reward model votes" in found[0].message
+    outside = [{"step": float(step), "rewards/votes/unfamiliar": 0.9} for step in range(1, 6)]
+    (first,) = (one for end in range(1, 6) for one in alarms(outside[:end], DEFAULTS))
+    assert first.step == 3 and "it judges text unlike its votes" in first.message
+    assert steps_of(outside, "unfamiliar", AlarmsSection(max_unfamiliar=0.95)) == []
+    assert steps_of(outside, "unfamiliar", AlarmsSection(max_unfamiliar=None)) == []
+    assert steps_of([{}] * 5, "unfamiliar") == []

@@ -245,3 +245,27 @@ def test_flags_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["eval", "reward", "--model", "x", "--num-bins", "0"]) == 2
     assert main(["eval", "reward"]) == main(["eval", "reward", "x", "--model", "x"]) == 2
     assert "--num-bins is 0" in capsys.readouterr().err
+
+
+def test_a_reward_model_with_heads_is_judged_and_compares_with_pessimism(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pairs(tmp_path / "votes.jsonl", votes("The film", 24))
+    flags = "--model tiny:llama --model.dtype float32 --run.num-threads 1 --pairs.heldout-fraction 0.3"
+    words = ["train", "reward", "--pairs", str(tmp_path / "votes.jsonl"), "--reward-model.heads.count", "3"]
+    assert main([*words, *flags.split(), "--run.dir", str(tmp_path / "runs"), "--json"]) == 0
+    run = json.loads(capsys.readouterr().out.splitlines()[-1])["run_dir"]
+    assert main(["eval", "reward", run]) == 0
+    assert "on which all heads agree" in capsys.readouterr().out
+    means: list[float] = []
+    for pessimism in ("0", "2.5", "worst"):
+        words = ["compare", "--before", "tiny:llama", "--after", "tiny:llama", "--prompts", _prompts(tmp_path)]
+        words += ["--scorer", run]
+        assert main([*words, "-n", "1", "--max-new-tokens", "4", "--pessimism", pessimism, "--json"]) == 0
+        means.append(json.loads(capsys.readouterr().out.splitlines()[-1])["mean_before"])
+    assert means[0] > means[2] > means[1]
+    assert main([*words, "--pessimism", "some"]) == 2
+    assert "--pessimism is some; give a number from 0 on, or worst" in capsys.readouterr().err
+    plain = ["compare", "--before", "base", "--after", run, "--prompts", _prompts(tmp_path), "--pessimism", "1"]
+    assert main(plain) == 2
+    assert "name it with --scorer" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from tunesmith.apps.cli.options import (
     parse_with_environment,
 )
 from tunesmith.apps.cli.output import reporting
+from tunesmith.base.config.sections import RewardSource
 from tunesmith.base.core.errors import InputError
 
 
@@ -32,6 +33,9 @@ class CompareOptions(EnvironmentFlags):
     after: Annotated[str, flag("Model or run folder that is judged.", "B")]
     prompts: Annotated[str, flag("JSONL with a `prompt` column, or films.", "FILE")]
     scorer: Annotated[str | None, flag("./file.py:function, built-in or reward model.", "SOURCE", "--reward")] = None
+    pessimism: Annotated[
+        str, flag("Of a reward model with heads: times of their spread to take off, or `worst`.", "X")
+    ] = "0"
     num_completions: Annotated[int, flag("Completions of each prompt.", "N", "-n")] = 8
     max_new_tokens: Annotated[int, flag("Limit of a completion, or of a turn.", "N")] = 32
     seed: Annotated[int, flag("Seed of both models.", "N")] = 0
@@ -46,7 +50,7 @@ def compare(words: Sequence[str]) -> None:
     check_ranges(options, num_completions=(1, inf), max_new_tokens=(1, inf))
     if options.html and options.html.exists():
         raise InputError(f"{options.html} exists and is kept; give another name to --html")
-    environment = environment_of(overrides)
+    environment, scorer = environment_of(overrides), _scorer_of(options)
     before = base_of(Path(options.after).expanduser()) if options.before == "base" else options.before
     from tunesmith.apps.workflows.evaluation import run_comparison
     from tunesmith.engine.batch.rollout import SamplingParams
@@ -58,7 +62,7 @@ def compare(words: Sequence[str]) -> None:
             before,
             options.after,
             options.prompts,
-            options.scorer,
+            scorer,
             environment=environment,
             sampling=SamplingParams(max_new_tokens=options.max_new_tokens, seed=options.seed),
             num_completions=options.num_completions,
@@ -71,6 +75,22 @@ def compare(words: Sequence[str]) -> None:
         if options.html:
             output.say(f"page     {options.html}")
         output.finish(comparison.to_json())
+
+
+def _scorer_of(options: CompareOptions) -> RewardSource | None:
+    """The scorer with its pessimism, if one is named. Raises InputError for a pessimism that cannot be used."""
+    given = options.pessimism
+    try:
+        pessimism: float | Literal["worst"] = "worst" if given == "worst" else float(given)
+    except ValueError:
+        pessimism = -1.0
+    if pessimism != "worst" and not 0 <= pessimism < inf:
+        raise InputError(f"--pessimism is {given}; give a number from 0 on, or worst")
+    if options.scorer is not None:
+        return RewardSource(source=options.scorer, pessimism=pessimism)
+    if pessimism != 0:
+        raise InputError(f"--pessimism is {given}, but no reward model is named; name it with --scorer")
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

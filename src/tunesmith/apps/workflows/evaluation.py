@@ -9,7 +9,13 @@ from pathlib import Path
 from tunesmith.base.config.algorithms.reward import RewardRecipe
 from tunesmith.base.config.load import load_recipe, read_algorithm
 from tunesmith.base.config.recipe import ENVIRONMENT_REWARD
-from tunesmith.base.config.sections import EnvironmentSection, ModelSection, PairsSection, PromptsSection, RewardSource
+from tunesmith.base.config.sections import (
+    EnvironmentSection,
+    ModelSection,
+    PairsSection,
+    PromptsSection,
+    RewardSource,
+)
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.runs.environment import other_folder
@@ -42,7 +48,7 @@ def run_comparison(
     before: str,
     after: str,
     prompts: str,
-    scorer: str | None = None,
+    scorer: str | RewardSource | None = None,
     *,
     environment: EnvironmentSection | None = None,
     sampling: SamplingParams,
@@ -51,9 +57,9 @@ def run_comparison(
 ) -> Comparison:
     """The comparison of the models named `before` and `after` on the prompts of a file.
 
-    `scorer` is what a recipe's `reward.source` may be; without one it is what the `environment` gives, which both
-    models talk to, in the same episodes. `trust_remote_code` is for the two models; code of a reward model is never
-    run. Raises InputError for a model, file, scorer or environment that cannot be used.
+    `scorer` is an item of a recipe's `reward`, or its `source`; without one it is what the `environment` gives, which
+    both models talk to, in the same episodes. `trust_remote_code` is for the two models; code of a reward model is
+    never run. Raises InputError for a model, file, scorer or environment that cannot be used.
     """
     environment = environment or EnvironmentSection()
     reward = _reward_of(scorer, environment)
@@ -82,9 +88,11 @@ def run_comparison(
         return compare(first, second, rows, scoring, sampling, num_completions=num_completions, seed=seed)
 
 
-def _reward_of(scorer: str | None, environment: EnvironmentSection) -> RewardSource:
+def _reward_of(scorer: str | RewardSource | None, environment: EnvironmentSection) -> RewardSource:
     """The reward that a comparison is judged by. Raises InputError if nothing gives any."""
-    if scorer not in (None, ENVIRONMENT_REWARD["source"]):
+    if isinstance(scorer, RewardSource) and scorer.source != ENVIRONMENT_REWARD["source"]:
+        return scorer
+    if isinstance(scorer, str) and scorer != ENVIRONMENT_REWARD["source"]:
         return RewardSource(source=scorer)
     if not environment.is_given:
         raise InputError(

@@ -19,6 +19,11 @@ Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
+Pessimism = NonNegative | Literal["worst"]
+"""What is taken off the mean of a reward model's heads: a multiple of their standard deviation, or all down to the
+lowest head (Coste et al. 2023, arXiv 2310.02743, whose penalty is the variance)."""
+
+
 class Section(BaseModel):
     """A part of a recipe: frozen, and unknown keys are refused. The docstring below a field is its help text."""
 
@@ -281,6 +286,9 @@ class AlarmsSection(Section):
     """Factor by which the mean completion length may grow or shrink since the first steps; null is off."""
     min_entropy_share: Fraction | None = 0.1
     """Lowest entropy per token, as a share of the first steps' entropy; null is off."""
+    max_unfamiliar: Fraction | None = 0.5
+    """Largest share of completions on which the heads of a reward model differ more than on 95 % of the answers of
+    held-out votes; null is off."""
 
 
 class ImportanceSection(Section):
@@ -443,6 +451,9 @@ class RewardSource(Section):
     """For a classifier with several labels: the label whose logit is the reward."""
     transform: Literal["raw", "log_odds"] = "raw"
     """`log_odds`: the label's logit minus the log-sum-exp of the others."""
+    pessimism: Pessimism = 0.0
+    """For a reward model with several heads: the reward is the mean of the heads minus this times their standard
+    deviation; `worst` is the lowest head."""
     arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Keyword arguments of a built-in, for example `{pattern: ...}` of `format`."""
     on_error: OnError = "fail"

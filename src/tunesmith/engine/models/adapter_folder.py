@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.base.core.errors import ModelError
 from tunesmith.engine.models.assets import SMOLLM2, SMOLLM2_HUB_ID
+from tunesmith.engine.models.ensemble import HEADS
 from tunesmith.engine.models.folder_check import check_adapter_folder
 from tunesmith.engine.models.loaded import quiet_transformers
 from tunesmith.engine.models.lora import ADAPTER, AdapterBase, base_of, has_transposed_weights, inject, peft
@@ -69,7 +70,10 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
         folder / WEIGHTS_FILE,
         metadata={"format": "pt"},
     )
-    (folder / BASE_FILE).write_text(json.dumps(asdict(base), indent=1) + "\n", encoding="utf-8")
+    own = asdict(base)
+    if (known := getattr(model.config, HEADS, None)) is not None:
+        own |= {"num_heads": model.config.num_labels, HEADS: known}
+    (folder / BASE_FILE).write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
 
 
 def read_base(folder: Path, name: str) -> AdapterBase:
@@ -93,6 +97,21 @@ def read_base(folder: Path, name: str) -> AdapterBase:
     ):
         raise ModelError(f"{folder / BASE_FILE} has no name, seed and num_layers of a base; get the folder again")
     return AdapterBase(base, seed, num_layers)
+
+
+def read_heads(folder: Path, name: str) -> tuple[int, Mapping[str, object]] | None:
+    """(Number of heads of the reward model in `folder`, what is known of them); None if it has one.
+
+    Raises:
+        ModelError: a file is invalid.
+    """
+    own = check_adapter_folder(folder, name).get(BASE_FILE) or {}
+    count, known = own.get("num_heads", 1), own.get(HEADS)
+    if known is None:
+        return None
+    if not isinstance(count, int) or count < 2 or not isinstance(known, Mapping):
+        raise ModelError(f"{folder / BASE_FILE} has no number of heads; get the folder again")
+    return count, cast(Mapping[str, object], known)
 
 
 def is_reward_adapter(folder: Path, name: str) -> bool:

@@ -17,6 +17,7 @@ from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import ModelError
 from tunesmith.base.schema.records import Prompt, Text
 from tunesmith.engine.models.decoder import Decoder
+from tunesmith.engine.models.ensemble import HEADS, Known, describe_heads, num_heads_of
 from tunesmith.engine.models.language_model import TrunkDecoder
 from tunesmith.engine.models.logprob import completion_layout, count_pass, length_mask, trunk_states
 from tunesmith.engine.models.lora import require_gradients, twin
@@ -85,8 +86,9 @@ class RewardModel(nn.Module):
 
     A decoder in the standard layout (`score`) is read at one token of each row: the last one that is not `pad_id`. Any
     other classifier, such as a BERT, pools as its own forward does. With several labels, `label` picks the logit;
-    `log_odds` subtracts the log-sum-exp of the others. `section` says how the trunk is computed. Raises ModelError for
-    a label that the model lacks.
+    `log_odds` subtracts the log-sum-exp of the others. One that was trained with several heads gives their mean, or
+    with a `label` the reward of that head. `section` says how the trunk is computed. Raises ModelError for a label that
+    the model lacks.
     """
 
     def __init__(
@@ -105,13 +107,30 @@ class RewardModel(nn.Module):
         self.source = source
         self.transform = transform
         self._decoder = TrunkDecoder(section or ModelSection())
-        self.label_index = _label_index(model, label, transform)
+        self.num_heads = 1 if label is not None else num_heads_of(model)
+        _ = self.known  # which a damaged config does not have
+        if self.num_heads > 1 and transform != "raw":
+            raise ModelError(
+                f"the reward model has {self.num_heads} heads, whose mean is the reward; use transform raw"
+            )
+        self.label_index = 0 if self.num_heads > 1 else _label_index(model, label, transform)
         self.pad_id: int | None = None if self.is_made_here else padding_id(model)
         """The padding token of a classifier that other tools trained, which they read before it, even where it is the
         end-of-sequence token; None for ours, which is read at the last token, found by length."""
         self._pads_rows: bool | None = None
         if isinstance(score := self._score(), nn.Linear):
             score.float()
+
+    @property
+    def known(self) -> Known | None:
+        """What several heads say of answers that people voted on; None with one head, and before that is known."""
+        return Known.of_config(getattr(self.model.config, HEADS, None), self.num_heads) if self.num_heads > 1 else None
+
+    def know(self, reward_NK: torch.Tensor) -> Known:
+        """Keep what the heads say of N answers that people voted on, one at least; it is saved with the model."""
+        known = Known.of_rewards(reward_NK)
+        describe_heads(self.model, self.num_heads, known.to_json())
+        return known
 
     @property
     def is_made_here(self) -> bool:
@@ -154,12 +173,19 @@ class RewardModel(nn.Module):
 
     def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """reward_B in float32, of right-padded rows with `lengths_B` real ids each (at least 1)."""
+        return self._pick(self._checked_logits(ids_BS, lengths_B))
+
+    def heads(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        """reward_BK in float32, the reward that each of K heads gives to the rows, as trained: without offsets."""
+        logits_BK = self._checked_logits(ids_BS, lengths_B)
+        return logits_BK if self.num_heads > 1 else self._pick(logits_BK)[:, None]
+
+    def _checked_logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         if int(lengths_B.min()) < 1 or int(lengths_B.max()) > ids_BS.shape[1]:
             raise ModelError(
                 f"lengths {lengths_B.tolist()} do not fit {ids_BS.shape[1]} columns; each row needs 1 token or more"
             )
-        ids_BS = ids_BS[:, : int(lengths_B.max())]
-        return self._pick(self._logits(ids_BS, lengths_B))
+        return self._logits(ids_BS[:, : int(lengths_B.max())], lengths_B)
 
     def _score(self) -> nn.Module | None:
         return getattr(self.model, "score", None)
@@ -185,6 +211,8 @@ class RewardModel(nn.Module):
         return _own_forward(self.model, ids_BS, lengths_B)
 
     def _pick(self, logits_BK: torch.Tensor) -> torch.Tensor:
+        if self.num_heads > 1:
+            return logits_BK.mean(-1)
         chosen_B = logits_BK[:, self.label_index]
         if self.transform == "raw":
             return chosen_B

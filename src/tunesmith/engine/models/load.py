@@ -23,12 +23,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tunesmith.base.config.algorithms.reward import HeadsSection
 from tunesmith.base.config.keys import did_you_mean
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import ModelError
 from tunesmith.base.core.log import get_logger
+from tunesmith.base.runs.listing import read_object
 from tunesmith.engine.kernels.linear.api import cpu_has_bfloat16
-from tunesmith.engine.models import adapter_folder, assets, lora, tiny
+from tunesmith.engine.models import adapter_folder, assets, ensemble, lora, tiny
 from tunesmith.engine.models.folder_check import check_adapter_folder, check_folder
 from tunesmith.engine.models.heads import MADE_HERE, RewardModel, RewardTransform
 from tunesmith.engine.models.loaded import (
@@ -86,7 +88,12 @@ def load_policy(
 
 
 def new_reward_model(
-    section: ModelSection, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    section: ModelSection,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    heads: HeadsSection | None = None,
+    seed: int = 0,
 ) -> RewardModel:
     """A reward model on the trunk of the model named by `section`, with a score head that starts at zero.
 
@@ -94,9 +101,10 @@ def new_reward_model(
     the padding token is one that never ends a sequence; if the vocabulary has none, the config names none, so that the
     library's own forward reads the last token too. With `section.lora` the trunk is frozen, and fresh adapters are
     trained with the head. Adapters of a policy are merged into the trunk; those of a reward model are trained on.
+    With `heads` there are as many, whose random parts are drawn with `seed`; without, as many as the model has.
 
     Raises:
-        ModelError: there is no such model, or it has no score head.
+        ModelError: there is no such model, it has no score head, or another number of heads, above 1.
     """
     dtype = dtype or compute_dtype(section.dtype, device)
     located = _locate(section)
@@ -112,11 +120,16 @@ def new_reward_model(
         setattr(model.config, MADE_HERE, adapter_folder.is_made_here(adapters))
         if tokenizer is not base_tokenizer:  # with which they were trained
             model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        if facts := adapter_folder.read_heads(adapters, section.name):
+            ensemble.add_heads(model, facts[0], 0.0, 0)  # the weights are loaded below
+            ensemble.describe_heads(model, *facts)
     if getattr(model.config, MADE_HERE, False):
         spare = spare_pad_token(tokenizer)
         tokenizer.pad_token = spare or tokenizer.pad_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id if spare else None
     _check_vocabulary(model, tokenizer, section.name)
+    if heads is not None:
+        ensemble.add_heads(model, heads.count, heads.prior_scale, seed)
     _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
     if adapters is None:
         lora.add_adapters(model, section.lora, _as_base(section))
@@ -332,8 +345,10 @@ def _classifier(located: _Located, dtype: torch.dtype) -> tuple[PreTrainedModel,
         model, tokenizer = _language_model(located, dtype)
         return _classifier_on(model, dtype), tokenizer
     tokenizer = load_tokenizer(located.folder, name, trust_remote_code=trust)
+    stored = read_object(located.folder / "config.json")
+    num_heads = max(1, len(stored.get("id2label") or ())) if stored.get(ensemble.HEADS) is not None else 1
     model, missing = _from_pretrained(
-        AutoModelForSequenceClassification, located.folder, name, dtype, trust_remote_code=trust, num_labels=1
+        AutoModelForSequenceClassification, located.folder, name, dtype, trust_remote_code=trust, num_labels=num_heads
     )
     if not isinstance(score := getattr(model, "score", None), nn.Linear):
         raise ModelError(

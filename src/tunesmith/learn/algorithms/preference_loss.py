@@ -1,18 +1,22 @@
-"""Losses of reward models: Bradley-Terry for pairs, with margins and ties, and Plackett-Luce for rankings.
+"""Losses of reward models: Bradley-Terry for pairs, with margins and ties, and Plackett-Luce for rankings; of several
+heads on bootstrap samples.
 
-Shapes: B pairs; R rankings, K completions of a ranking, C choices. `num_pairs` and `num_rankings` count those of the
-whole optimizer step, so that the losses and gradients of its micro-batches add up to those of one batch.
+Shapes: B pairs; R rankings, K completions of a ranking, C choices; H heads. `num_pairs` and `num_rankings` count those
+of the whole optimizer step, so that the losses and gradients of its micro-batches add up to those of one batch.
 """
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.seeds import derive
 from tunesmith.base.schema.records import MAX_TIED
 from tunesmith.engine.kernels.masking import Denominator, check_denominator, check_shapes, kept, total
 from tunesmith.learn.algorithms.sums import Sums
@@ -65,6 +69,7 @@ def bradley_terry(
     *,
     num_pairs: Denominator,
     center_coef: float = 0.0,
+    weight_B: Tensor | None = None,
 ) -> tuple[Tensor, PreferenceStats]:
     """Scalar loss, differentiable through both rewards, and detached statistics.
 
@@ -72,7 +77,7 @@ def bradley_terry(
     arXiv 2307.09288, equation 2). A tie is half a vote for each side: -(log sigmoid(d) + log sigmoid(-d)) / 2, least at
     d = 0; its margin is not used. `center_coef` weighs (chosen + rejected)^2 of every pair, which holds rewards near 0
     (Eisenstein et al. 2023, arXiv 2312.09244; TRL's `center_rewards_coefficient`). The sum over all pairs, ties
-    included, is divided by `num_pairs`.
+    included, each with its weight, is divided by `num_pairs`.
     Raises `InputError` if shapes differ or `num_pairs` is not positive.
     """
     check_shapes(chosen_B=chosen_B, rejected_B=rejected_B, margin_B=margin_B, tie_B=tie_B)
@@ -87,6 +92,8 @@ def bradley_terry(
     loss_B = -torch.where(decided_B, logsigmoid(wanted_B), tied_B)
     if center_coef > 0:
         loss_B = loss_B + center_coef * (chosen_B + rejected_B).square()
+    if weight_B is not None:
+        loss_B = loss_B * weight_B
     reward_B = torch.cat([chosen_B, rejected_B]).detach().double()
     return loss_B.sum() / num_pairs, PreferenceStats(
         num_pairs=total(every_B),
@@ -134,7 +141,12 @@ class _Choice:
 
 
 def plackett_luce(
-    reward_RK: Tensor, rank_RK: Tensor, *, num_rankings: Denominator, center_coef: float = 0.0
+    reward_RK: Tensor,
+    rank_RK: Tensor,
+    *,
+    num_rankings: Denominator,
+    center_coef: float = 0.0,
+    weight_R: Tensor | None = None,
 ) -> tuple[Tensor, RankingStats]:
     """Scalar loss of R rankings of up to K completions, differentiable through the rewards, and detached statistics.
 
@@ -142,8 +154,8 @@ def plackett_luce(
     the CPU. A ranking is a series of choices: the best of all, then the best of the rest, each with probability softmax
     of the rewards (Luce 1959, Plackett 1975); the loss is the negative log-likelihood. Completions of one place stand
     for every order of theirs: the loss is the mean over these orders. Two completions give `bradley_terry`, ties
-    included. `center_coef` weighs the mean of (a + b)^2 over the pairs of a ranking. The sum over rankings is divided
-    by `num_rankings`.
+    included. `center_coef` weighs the mean of (a + b)^2 over the pairs of a ranking. The sum over rankings, each
+    with its weight, is divided by `num_rankings`.
     Raises `InputError` if shapes differ, a ranking has fewer than two completions or more than MAX_TIED of one place,
     or `num_rankings` is not positive.
     """
@@ -165,6 +177,8 @@ def plackett_luce(
     if center_coef > 0:  # sum over pairs of (a + b)^2 = (K - 2) sum a^2 + (sum a)^2
         squares_R = (size_R - 2) * reward_RK.square().sum(dim=1) + reward_RK.sum(dim=1).square()
         loss_R = loss_R + center_coef * squares_R / num_pairs_R
+    if weight_R is not None:
+        loss_R = loss_R * weight_R
     difference_RKK = reward_RK[:, :, None] - reward_RK[:, None, :]
     decided_RKK = present_RK[:, :, None] & (rank_RK[:, :, None] < rank_RK[:, None, :])
     wide_RK = reward_RK.detach().double()
@@ -211,3 +225,87 @@ def _choice_tensors(choices: list[_Choice], like_RK: Tensor) -> tuple[Tensor, Te
             taken[k] = 1 / len(choice.taken)
     rows = torch.tensor([choice.ranking for choice in choices], device=like_RK.device)
     return rows, like_RK.new_tensor(among_CK), like_RK.new_tensor(taken_CK)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread(Sums):
+    """Sums over the decided pairs: their number, and the standard deviation of the heads' margins."""
+
+    num_decided: Tensor
+    margin_spread: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsStats:
+    """Statistics of several heads: those of their mean reward, with the loss that is the heads' mean, and the spread of
+    their margins. Records of micro-batches add up.
+    """
+
+    mean: PreferenceStats | RankingStats
+    spread: Spread
+
+    def __add__(self, other: Self) -> "HeadsStats":
+        return HeadsStats(self.mean + other.mean, self.spread + other.spread)  # type: ignore[operator]
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the mean reward, and `margin_spread`, a mean over decided pairs."""
+        sums, metrics = self.spread.floats(), self.mean.metrics()
+        if sums["num_decided"] > 0:
+            metrics["margin_spread"] = sums["margin_spread"] / sums["num_decided"]
+        return metrics
+
+
+HeadLoss = Callable[[Tensor, Tensor | None], tuple[Tensor, PreferenceStats | RankingStats]]
+"""The loss, with its statistics, of the rewards `[R, K]` of one head and the weight of each pair or ranking `[R]`."""
+
+
+def heads_loss(
+    reward_RKH: Tensor, rank_RK: Tensor, weight_RH: Tensor | None, loss_of: HeadLoss
+) -> tuple[Tensor, HeadsStats]:
+    """Scalar loss, the mean of `loss_of` over H heads, two at least, and detached statistics.
+
+    Each head learns its own bootstrap sample of R pairs or rankings (Osband et al. 2016, arXiv 1602.04621): `weight_RH`
+    says how often each is in it, as `bootstrap_weights` draws; without weights each counts once. `rank_RK` has the
+    places, 1 the best, 0 in the padding. The gradient of the trunk is the mean over the heads; that of a head is 1/H of
+    what it were alone, which an update of Adam does not depend on.
+    """
+    found = [
+        loss_of(reward_RKH[..., h], None if weight_RH is None else weight_RH[:, h]) for h in range(reward_RKH.shape[-1])
+    ]
+    loss = torch.stack([one for one, _ in found]).mean()
+    wide_RKH = reward_RKH.detach()
+    of_mean = loss_of(wide_RKH.mean(-1), None)[1]
+    of_heads = torch.stack([stats.loss for _, stats in found]).mean()
+    return loss, HeadsStats(replace(of_mean, loss=of_heads), _spread(wide_RKH, rank_RK.to(wide_RKH.device)))
+
+
+def _spread(reward_RKH: Tensor, rank_RK: Tensor) -> Spread:
+    present_RK = rank_RK > 0
+    reward_RKH = kept(reward_RKH, present_RK[..., None].expand_as(reward_RKH)).double()
+    spread_RKK = (reward_RKH[:, :, None] - reward_RKH[:, None, :]).std(-1)
+    decided_RKK = present_RK[:, :, None] & (rank_RK[:, :, None] < rank_RK[:, None, :])
+    return Spread(total(decided_RKK), total(kept(spread_RKK, decided_RKK)))
+
+
+def bootstrap_weights(keys: Sequence[str], num_heads: int, seed: int) -> Tensor:
+    """How often each of R items is in the bootstrap sample of each of H heads, float32 `[R, H]`: from a Poisson
+    distribution with mean 1, the limit of drawing as many with replacement (Oza and Russell 2001).
+
+    A weight is a function of `seed`, the item's key and the head, so it is the same in each epoch and after a restart;
+    items of one key are drawn together.
+    """
+    rows = [[_poisson(derive(seed, "bootstrap", key, head)) for head in range(num_heads)] for key in keys]
+    return torch.tensor(rows, dtype=torch.float32).reshape(len(keys), num_heads)
+
+
+def _poisson(draw: int) -> int:
+    """The quantile of a Poisson distribution with mean 1 at the share `draw` / 2^63."""
+    share, number, density = draw / 2**63, 0, math.exp(-1)
+    while share >= density and number < _MOST_COPIES:
+        share, number = share - density, number + 1
+        density /= number
+    return number
+
+
+_MOST_COPIES = 16
+"""Beyond this a Poisson variable of mean 1 has a probability below 1e-14."""

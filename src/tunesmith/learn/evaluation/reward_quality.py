@@ -1,7 +1,7 @@
 """Quality of a reward model on pairs that it was not trained on: accuracy, calibration, length bias, and simple
 baselines on the same pairs.
 
-Shape legend: N pairs.
+Shape legend: N pairs, K heads, M sequences.
 """
 
 import itertools
@@ -47,15 +47,30 @@ class Bin:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadsQuality:
+    """What several heads add: `margin_spread` is the mean standard deviation of their margins of a pair; pairs on which
+    all heads prefer the same side are agreed, the others are split.
+    """
+
+    num_heads: int
+    margin_spread: float
+    num_agreed: int
+    accuracy_agreed: float | None
+    num_split: int
+    accuracy_split: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class RewardQuality:
     """Result of `judge`. Margins are reward of the better minus reward of the worse one; a margin of 0 is half right.
 
     `accuracy_low` and `accuracy_high` are the 95 % interval, over prompts. The model's probability of a pair is the
-    sigmoid of its margin: `brier` is the mean of its square distance from 1, `log_loss` that of -ln. Confidence is the
-    larger of p and 1 - p; `ece` is the mean distance of confidence and accuracy over the bins, weighed by their pairs
-    (Naeini et al. 2015). `length_correlation` is Pearson's, of margin and difference in tokens; None if either does not
-    vary. `longer_wins` is the accuracy of the rule "the longer one", `tfidf` that of a Bradley-Terry model on TF-IDF
-    and length fitted on `num_tfidf_pairs` other pairs; `p_value_tfidf` is McNemar's, of model against that model.
+    sigmoid of its margin, with several heads the mean of theirs: `brier` is the mean of its square distance from 1,
+    `log_loss` that of -ln. Confidence is the larger of p and 1 - p; `ece` is the mean distance of confidence and
+    accuracy over the bins, weighed by their pairs (Naeini et al. 2015). `length_correlation` is Pearson's, of margin
+    and difference in tokens; None if either does not vary. `longer_wins` is the accuracy of the rule "the longer one",
+    `tfidf` that of a Bradley-Terry model on TF-IDF and length fitted on `num_tfidf_pairs` other pairs; `p_value_tfidf`
+    is McNemar's, of model against that model.
     """
 
     num_pairs: int
@@ -77,10 +92,11 @@ class RewardQuality:
     tfidf: float | None
     num_tfidf_pairs: int
     p_value_tfidf: float | None
+    heads: HeadsQuality | None = None
 
     def to_json(self) -> dict[str, object]:
-        """All fields as JSON types."""
-        return asdict(self)
+        """All fields as JSON types, `heads` only where there are several."""
+        return {name: value for name, value in asdict(self).items() if name != "heads" or value is not None}
 
 
 def decided_pairs(items: Sequence[EncodedPreference], prompt_of: Mapping[str, str]) -> list[DecidedPair]:
@@ -93,16 +109,25 @@ def decided_pairs(items: Sequence[EncodedPreference], prompt_of: Mapping[str, st
 
 
 @torch.no_grad()
-def margins(model: RewardModel, pairs: Sequence[DecidedPair], *, micro_batch_size: int = 16) -> np.ndarray:
-    """Reward of the better minus reward of the worse sequence, float64 of shape [N]. Each sequence is scored once."""
-    distinct = sorted({ids for pair in pairs for ids in (pair.better_ids, pair.worse_ids)}, key=lambda ids: len(ids))
+def head_rewards(model: RewardModel, sequences: Sequence[TokenIds], *, micro_batch_size: int = 16) -> torch.Tensor:
+    """The reward that each head gives to each sequence, float64 of shape [N, K] on the CPU."""
     device = next(model.parameters()).device
-    reward_of: dict[TokenIds, float] = {}
-    for some in chunks(distinct, micro_batch_size):
+    found: list[torch.Tensor] = []
+    for some in chunks(sequences, micro_batch_size):
         ids_BT, lengths_B = pad_right(some, 0)
-        rewards_B = model(ids_BT.to(device), lengths_B.to(device))
-        reward_of.update(zip(some, rewards_B.tolist(), strict=True))
-    return np.array([reward_of[pair.better_ids] - reward_of[pair.worse_ids] for pair in pairs])
+        found.append(model.heads(ids_BT.to(device), lengths_B.to(device)).double().cpu())
+    return torch.cat(found)
+
+
+def margins(model: RewardModel, pairs: Sequence[DecidedPair], *, micro_batch_size: int = 16) -> np.ndarray:
+    """Reward of the better minus reward of the worse sequence by each head, float64 of shape [N, K]. Each sequence is
+    scored once.
+    """
+    distinct = sorted({ids for pair in pairs for ids in (pair.better_ids, pair.worse_ids)}, key=lambda ids: len(ids))
+    place_of = {ids: place for place, ids in enumerate(distinct)}
+    reward_MK = head_rewards(model, distinct, micro_batch_size=micro_batch_size).numpy()
+    better_N, worse_N = ([place_of[ids] for ids in side] for side in zip(*map(_sides, pairs), strict=True))
+    return np.asarray(reward_MK[better_N] - reward_MK[worse_N])
 
 
 def judge(
@@ -120,12 +145,12 @@ def judge(
     if not heldout:
         raise DataError("no decided pairs are left to judge by; give pairs that are no ties, or hold more of them out")
     with span("judge/rewards"):
-        margin_N = margins(model, heldout, micro_batch_size=micro_batch_size)
-    if not np.isfinite(margin_N).all():
-        raise DataError(f"{np.count_nonzero(~np.isfinite(margin_N))} margins are not finite; look at the model")
+        margin_NK = margins(model, heldout, micro_batch_size=micro_batch_size)
+    if not np.isfinite(margin_NK).all():
+        raise DataError(f"{np.count_nonzero(~np.isfinite(margin_NK))} margins are not finite; look at the model")
     with span("judge/tfidf"):
         tfidf_N = tfidf_margins(model.tokenizer, train, heldout) if train else None
-    return quality(margin_N, heldout, tfidf_N, num_tfidf_pairs=len(train), num_bins=num_bins)
+    return quality(margin_NK, heldout, tfidf_N, num_tfidf_pairs=len(train), num_bins=num_bins)
 
 
 def tfidf_margins(
@@ -140,18 +165,23 @@ def tfidf_margins(
 
 
 def quality(
-    margin_N: np.ndarray,
+    margin_NK: np.ndarray,
     pairs: Sequence[DecidedPair],
     tfidf_N: np.ndarray | None = None,
     *,
     num_tfidf_pairs: int = 0,
     num_bins: int = NUM_BINS,
 ) -> RewardQuality:
-    """Every figure, from the margins of the model and, where there are any, those of the TF-IDF model."""
+    """Every figure, from the margins of the model, of shape [N] or, with several heads, [N, K], and, where there are
+    any, those of the TF-IDF model.
+    """
+    margin_NK = margin_NK.reshape(len(pairs), -1)
+    margin_N = margin_NK.mean(axis=1)
     longer_N = np.array([len(pair.better_ids) - len(pair.worse_ids) for pair in pairs], dtype=np.float64)
     hit_N, prompts = _hits(margin_N), [pair.prompt for pair in pairs]
     low, high = proportion_interval(hit_N.tolist(), prompts)
-    probability_N = 1 / (1 + np.exp(-margin_N))
+    probability_N = (1 / (1 + np.exp(-margin_NK))).mean(axis=1)
+    num_heads = margin_NK.shape[1]
     confidence_N = np.maximum(probability_N, 1 - probability_N)
     bins = reliability(confidence_N, hit_N, num_bins)
     is_longer_N, is_shorter_N = longer_N > 0, longer_N < 0
@@ -168,7 +198,7 @@ def quality(
         accuracy_high=high,
         mean_margin=float(margin_N.mean()),
         brier=float(np.square(1 - probability_N).mean()),
-        log_loss=float(np.logaddexp(0, -margin_N).mean()),
+        log_loss=float(np.mean(np.log(num_heads) - np.logaddexp.reduce(-np.logaddexp(0, -margin_NK), axis=1))),
         ece=expected_calibration_error(bins),
         bins=bins,
         length_correlation=_correlation(margin_N, longer_N),
@@ -180,6 +210,7 @@ def quality(
         tfidf=tfidf,
         num_tfidf_pairs=num_tfidf_pairs,
         p_value_tfidf=p_value,
+        heads=_heads(margin_NK, hit_N) if num_heads > 1 else None,
     )
 
 
@@ -202,6 +233,22 @@ def expected_calibration_error(bins: Sequence[Bin]) -> float:
         if one.confidence is not None and one.accuracy is not None
     ]
     return sum(gaps) / sum(one.num_pairs for one in bins)
+
+
+def _heads(margin_NK: np.ndarray, hit_N: np.ndarray) -> HeadsQuality:
+    agreed_N = (margin_NK > 0).all(axis=1) | (margin_NK < 0).all(axis=1)
+    return HeadsQuality(
+        num_heads=margin_NK.shape[1],
+        margin_spread=float(margin_NK.std(axis=1, ddof=1).mean()),
+        num_agreed=int(agreed_N.sum()),
+        accuracy_agreed=_mean(hit_N[agreed_N]),
+        num_split=int((~agreed_N).sum()),
+        accuracy_split=_mean(hit_N[~agreed_N]),
+    )
+
+
+def _sides(pair: DecidedPair) -> tuple[TokenIds, TokenIds]:
+    return pair.better_ids, pair.worse_ids
 
 
 def _hits(margin_N: np.ndarray) -> np.ndarray:

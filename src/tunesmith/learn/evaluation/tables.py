@@ -121,6 +121,12 @@ def reward_table(quality: RewardQuality) -> RenderableType:
     longer, shorter = count_of(q.num_longer, "pair"), count_of(q.num_shorter, "pair")
     table.add_row("", _or_none(q.accuracy_longer), f"accuracy on the {longer} whose better one is longer")
     table.add_row("", _or_none(q.accuracy_shorter), f"on the {shorter} whose better one is shorter")
+    if q.heads is not None:
+        agreed, split = count_of(q.heads.num_agreed, "pair"), count_of(q.heads.num_split, "pair")
+        table.add_row("heads", str(q.heads.num_heads), "score heads, whose mean is the reward")
+        table.add_row("spread", f"{q.heads.margin_spread:.3f}", "mean standard deviation of their margins of a pair")
+        table.add_row("", _or_none(q.heads.accuracy_agreed), f"accuracy on the {agreed} on which all heads agree")
+        table.add_row("", _or_none(q.heads.accuracy_split), f"on the {split} on which they do not")
     bins = Table(show_edge=False, pad_edge=False)
     for name in ("confidence", "pairs", "mean", "accuracy"):
         bins.add_column(name, justify="right")

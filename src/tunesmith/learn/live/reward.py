@@ -3,7 +3,7 @@
 The learners are those of `trainers`, on the policy, optimizer and engine of the live loop.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.base.config.algorithms.live import LiveRecipe
@@ -47,12 +47,14 @@ class RewardUpdate:
 
     def __post_init__(self) -> None:
         cfg, section = self.cfg, self.cfg.reward_model
-        model = new_reward_model(cfg.model, device=self.learner.policy.module.device)
+        device = self.learner.policy.module.device
+        model = new_reward_model(cfg.model, device=device, heads=section.heads, seed=cfg.run.seed)
         keep_lower_layers(model.model, section.num_layers)
         if section.num_layers is None:
             freeze_lower_layers(model.model, cfg.model.num_trainable_layers)
         model.model.score.requires_grad_(True)
-        self.reward = Reward(section, model, MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS))
+        optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS)
+        self.reward = Reward(section, model, optimizer, seed=cfg.run.seed)
         control = cfg.ppo.kl if cfg.live.update == "ppo" else cfg.grpo.kl
         self.kl = kl.Controller(control.coef, control.target, control.horizon)
 
@@ -65,7 +67,8 @@ class RewardUpdate:
         """
         accuracy = self.learn_rewards(votes, seed, progress)
         tokenizer, num_prompts = self.learner.tokenizer, self.cfg.rollout.prompts_per_step
-        model = ModelReward(self.reward.model, "votes", policy_tokenizer=tokenizer)
+        pessimism = self.cfg.reward_model.pessimism
+        model = ModelReward(self.reward.model, "votes", policy_tokenizer=tokenizer, pessimism=pessimism)
         policy = self.policy_learner(Scorer([model], policy_tokenizer=tokenizer))
         for index in range(self.cfg.live.policy_steps):
             train, step = self.offers.prompts.train, first_step + index
@@ -82,7 +85,11 @@ class RewardUpdate:
             votes, self.is_first = [*self.memory.learnt.values()], False
         stop_ids = stop_token_ids(self.learner.policy.module, self.learner.tokenizer)
         end_ids = [end_token_id(self.learner.tokenizer, is_conversational=is_turn) for is_turn in (False, True)]
-        pairs = [encode_pair(vote, stop_ids, end_ids[vote.prompt.is_conversational]) for vote in votes]
+
+        def encoded(some: Iterable[VotedPair]) -> list[EncodedPreference]:
+            return [encode_pair(vote, stop_ids, end_ids[vote.prompt.is_conversational]) for vote in some]
+
+        pairs = encoded(votes)
         accuracies: list[float] = []
         for epoch in range(section.num_epochs):
             order = permutation_of_groups(seed, epoch, Groups(pair.prompt_id for pair in pairs))
@@ -91,6 +98,8 @@ class RewardUpdate:
                 with span("reward_model"):
                     metrics = self.reward.step([pairs[i] for i in chosen], index).metrics
                 accuracies.append(metrics.get("accuracy", 0.5))
+        if self.reward.model.num_heads > 1:
+            self.reward.know(encoded(self.memory.heldout.values()) or pairs)
         return sum(accuracies) / len(accuracies)
 
     def policy_learner(self, scorer: Scorer) -> PPO | GRPO:

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from tunesmith.base.config.sections import Pessimism
 from tunesmith.base.core.errors import RewardError
 from tunesmith.base.schema.records import plain_text
 from tunesmith.engine.batch.pack import chunks
@@ -36,8 +37,18 @@ _PROBES = (
 _MAX_SANE_LENGTH = 10**9  # tokenizers without a limit say 10**30
 
 
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """The reward of a sequence; with several heads also their mean and standard deviation."""
+
+    reward: float
+    mean: float = 0.0
+    spread: float = 0.0
+
+
 class ModelReward:
-    """A reward model as a reward.
+    """A reward model as a reward. With several heads it is their mean less `pessimism` times their standard deviation,
+    or the `worst` of them; all without what a head adds to every answer (`ensemble.Known`).
 
     Sequences are scored in micro-batches of `micro_batch_size` without gradients, sorted by length if they are padded
     (see `RewardModel.packs_rows`). With the policy's own tokenizer the ids of the rollout are scored; a completion that
@@ -54,13 +65,22 @@ class ModelReward:
         policy_tokenizer: PreTrainedTokenizerBase | None = None,
         micro_batch_size: int = 32,
         policy: Policy | None = None,
+        pessimism: Pessimism = 0.0,
     ) -> None:
+        if pessimism != "worst" and not 0 <= pessimism < math.inf:
+            raise RewardError(f"pessimism is {pessimism!r}; give a number from 0 on, or worst")
+        if pessimism != 0 and model.num_heads == 1:
+            raise RewardError(
+                f"pessimism is {pessimism}, but the reward model {model.source or name or ''!r} has one head, so "
+                "nothing says how sure it is; train one with reward_model.heads, for example 8, or leave pessimism out"
+            )
         if micro_batch_size < 1:
             raise RewardError(f"micro_batch_size is {micro_batch_size}; give 1 or more")
         self.name = name or model_name(model.source)
         self.policy = policy or Policy()
         self.is_async = False
         self.model = model
+        self.pessimism = pessimism
         self._micro_batch_size = micro_batch_size
         self.scores_token_ids = (
             policy_tokenizer is not None
@@ -91,26 +111,51 @@ class ModelReward:
                 f"{len(sequences[place])} with its prompt; lower max_new_tokens or shorten the prompts",
                 "too long",
             )
-        rewards = self._score_sequences([sequences[place] for place in fitting])
-        for place, reward in zip(fitting, rewards, strict=True):
-            message = f"reward model `{self.name}` gave {reward} to {samples[place]}; its weights may be damaged"
-            outcomes[place] = reward if math.isfinite(reward) else SampleError(message, "not finite")
-        return Scored(outcomes, Logged(len(samples)))
+        judged = self._judged([sequences[place] for place in fitting])
+        for place, one in zip(fitting, judged, strict=True):
+            message = f"reward model `{self.name}` gave {one.reward} to {samples[place]}; its weights may be damaged"
+            outcomes[place] = one.reward if math.isfinite(one.reward) else SampleError(message, "not finite")
+        logged = Logged(len(samples))
+        if self.model.num_heads > 1:
+            self._log_heads(logged, dict(zip(fitting, judged, strict=True)))
+        return Scored(outcomes, logged)
 
-    def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+    def _log_heads(self, logged: Logged, judged: "Mapping[int, _Judged]") -> None:
+        """Log where the heads differ about the samples at the places of `judged`: metrics, and a column of samples."""
+        known, name = self.model.known, f"rewards/{self.name}"
+        spread_of = {place: one.spread for place, one in judged.items() if math.isfinite(one.spread)}
+        for place, spread in spread_of.items():
+            logged.metric(f"{name}/spread", spread)
+            logged.metric(f"{name}/mean_of_heads", judged[place].mean)
+            if known is not None:
+                logged.metric(f"{name}/unfamiliar", float(spread > known.common))
+        logged.extra(f"{self.name} spread", [spread_of.get(place) for place in range(logged.num_samples)])
+
+    def _judged(self, sequences: Sequence[Sequence[int]]) -> "list[_Judged]":
         order = list(range(len(sequences)))
         if not self.model.packs_rows:  # else there is no padding, and the rows of one prompt stay together
             order.sort(key=lambda index: len(sequences[index]))
-        rewards = [0.0] * len(sequences)
+        found = [_Judged(0.0)] * len(sequences)
         device = next(self.model.parameters()).device
         with _evaluating(self.model), torch.no_grad():
             for indices in chunks(order, self._micro_batch_size):
                 lengths = [len(sequences[index]) for index in indices]
                 rows = [[*sequences[index], *[0] * (max(lengths) - len(sequences[index]))] for index in indices]
                 ids_BT, lengths_B = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
-                for index, reward in zip(indices, self.model(ids_BT, lengths_B).tolist(), strict=True):
-                    rewards[index] = reward
-        return rewards
+                for index, one in zip(indices, self._judged_rows(ids_BT, lengths_B), strict=True):
+                    found[index] = one
+        return found
+
+    def _judged_rows(self, ids_BT: torch.Tensor, lengths_B: torch.Tensor) -> "list[_Judged]":
+        if self.model.num_heads == 1:
+            return [_Judged(reward) for reward in self.model(ids_BT, lengths_B).tolist()]
+        reward_BK = self.model.heads(ids_BT, lengths_B).double()
+        if (known := self.model.known) is not None:
+            reward_BK = reward_BK - reward_BK.new_tensor(known.offsets)
+        mean_B, spread_B = reward_BK.mean(-1), reward_BK.std(-1)
+        reward_B = reward_BK.amin(-1) if self.pessimism == "worst" else mean_B - self.pessimism * spread_B
+        columns = (reward_B.tolist(), mean_B.tolist(), spread_B.tolist())
+        return [_Judged(*one) for one in zip(*columns, strict=True)]
 
     def encode(self, sample: Sample) -> tuple[int, ...]:
         """The token ids that are scored of `sample`: those of the rollout, or of its text encoded again.

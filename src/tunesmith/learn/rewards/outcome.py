@@ -121,16 +121,16 @@ class Logged:
     """Columns and metrics that a reward function logs about `num_samples` samples."""
 
     def __init__(self, num_samples: int) -> None:
-        self._num_samples = num_samples
+        self.num_samples = num_samples
         self.columns: dict[str, list[object]] = {}
         self.values: dict[str, list[float]] = {}
 
     def extra(self, column: str, values: Sequence[object]) -> None:
         """Keep one value for each sample under `column`."""
         values = list(values)
-        if len(values) != self._num_samples:
+        if len(values) != self.num_samples:
             raise RewardError(
-                f"log_extra({column!r}, ...) was given {len(values)} values for {self._num_samples} completions; "
+                f"log_extra({column!r}, ...) was given {len(values)} values for {self.num_samples} completions; "
                 "give one for each"
             )
         self.columns[column] = values
@@ -142,7 +142,7 @@ class Logged:
     def add(self, other: "Logged", places: Sequence[int]) -> None:
         """Add what was logged about the samples at `places`; the others have None in new columns."""
         for column, values in other.columns.items():
-            own = self.columns.setdefault(column, [None] * self._num_samples)
+            own = self.columns.setdefault(column, [None] * self.num_samples)
             for place, value in zip(places, values, strict=True):
                 own[place] = value
         for name, numbers in other.values.items():

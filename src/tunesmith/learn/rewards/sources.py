@@ -81,9 +81,10 @@ def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> Mo
     is_model = not is_builtin and not is_function(source)
     if section.arguments and not is_builtin:
         raise RewardError(f"reward {source!r} takes no `arguments`: only built-ins do ({', '.join(BUILTINS)})")
-    if not is_model and (section.label is not None or section.transform != "raw"):
+    if not is_model and (section.label is not None or section.transform != "raw" or section.pessimism != 0):
         raise RewardError(
-            f"reward {source!r} is a function; `label` and `transform` belong to reward models, remove them"
+            f"reward {source!r} is a function; `label`, `transform` and `pessimism` belong to reward models, remove "
+            "them"
         )
     if not is_model:
         function, name = function_of(section)
@@ -104,7 +105,7 @@ def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> Mo
             f"reward {source!r}: {error}. A reward is `./file.py:name`, `package.module:name`, a reward model, "
             f"or a built-in: {', '.join(BUILTINS)}"
         ) from error
-    reward = ModelReward(model, policy_tokenizer=loading.policy_tokenizer, policy=policy)
+    reward = ModelReward(model, policy_tokenizer=loading.policy_tokenizer, policy=policy, pessimism=section.pessimism)
     if section.workers:
         reward.begin = Processes(section, loading, reward.name).begin
     return reward

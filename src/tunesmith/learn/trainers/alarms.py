@@ -67,6 +67,32 @@ def _no_signal(rows: Sequence[Row], section: AlarmsSection) -> str:
     return "in no group do the rewards differ, so nothing was learnt in this step; take easier or harder prompts"
 
 
+def _unfamiliar(rows: Sequence[Row], section: AlarmsSection) -> str:
+    """The message on completions about which the heads of a reward model differ as they do not on votes."""
+    limit = section.max_unfamiliar
+    names = [name for name in rows[-1] if name.startswith("rewards/") and name.endswith("/unfamiliar")]
+    for name in names if limit is not None else ():
+        shares = [row[name] for row in rows if name in row]
+        first, now = fmean(shares[:_FIRST_STEPS]), fmean(shares[-_FIRST_STEPS:])
+        if len(shares) < _FIRST_STEPS or now <= limit:
+            continue
+        model = name.removeprefix("rewards/").removesuffix("/unfamiliar")
+        share = (
+            f"on {now:.0%} of the completions the heads of the reward model {model} differ more than on 95 % of the "
+            "answers of held-out votes"
+        )
+        if first > limit:
+            return (
+                f"{share}, from the first steps on: it judges text unlike its votes; collect "
+                "votes on answers of this policy to these prompts"
+            )
+        return (
+            f"{share}, at first {first:.0%}: the policy has left what the reward model knows; "
+            "take an earlier checkpoint, collect votes on its answers, or set pessimism of the reward"
+        )
+    return ""
+
+
 def _environment(rows: Sequence[Row], section: AlarmsSection) -> str:
     """The message on what goes wrong between the policy and its environment; the first of several."""
     now = rows[-1]
@@ -113,6 +139,7 @@ _ALARMS: Mapping[str, Callable[[Sequence[Row], AlarmsSection], str]] = MappingPr
         "length": _length,
         "entropy": _entropy,
         "no_signal": _no_signal,
+        "unfamiliar": _unfamiliar,
         "environment": _environment,
         "nothing_earned": _nothing_earned,
     }

@@ -4,6 +4,7 @@ Bradley and Terry 1952; Stiennon et al. 2020. Shape legend: N pairs, R rankings,
 sequences, T tokens.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from torch import nn
 
 from tunesmith.base.config.algorithms.reward import RewardRecipe, RewardTrainerSection
 from tunesmith.base.core.errors import ConfigError
-from tunesmith.base.core.seeds import Groups, items_at, steps_of_epochs
+from tunesmith.base.core.seeds import Groups, derive, items_at, permutation, steps_of_epochs
 from tunesmith.base.core.trace import span
 from tunesmith.collect.data.collate import EncodedPreference, as_pairs, collate_pairs, collate_rankings
 from tunesmith.collect.data.pairs import PreferenceLike
@@ -32,9 +33,17 @@ from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, 
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.models.sharding import shard
 from tunesmith.learn.algorithms.kl import Controller
-from tunesmith.learn.algorithms.preference_loss import PreferenceStats, RankingStats, bradley_terry, plackett_luce
+from tunesmith.learn.algorithms.preference_loss import (
+    HeadsStats,
+    PreferenceStats,
+    RankingStats,
+    bootstrap_weights,
+    bradley_terry,
+    heads_loss,
+    plackett_luce,
+)
 from tunesmith.learn.algorithms.sums import merged
-from tunesmith.learn.evaluation.reward_quality import decided_pairs, judge
+from tunesmith.learn.evaluation.reward_quality import decided_pairs, head_rewards, judge
 from tunesmith.learn.trainers import setup
 from tunesmith.learn.trainers.api import Inputs, Metrics, StepResult
 from tunesmith.learn.trainers.estimate import Estimate, training_estimate
@@ -44,18 +53,24 @@ from tunesmith.learn.trainers.restart import fingerprint_of_rows, fingerprint_of
 from tunesmith.learn.trainers.session import Session
 from tunesmith.learn.trainers.work import Rows, RunWork, Work
 
+_MOST_KNOWN = 1024
+"""Answers that the heads' spread on votes is measured on, at most: a quantile at 95 % needs no more."""
+
 
 @dataclass(slots=True)
 class Reward:
     """The learner: `step` changes the reward model and the optimizer.
 
-    With `as_rankings` the loss is Plackett-Luce over whole rankings, else Bradley-Terry over pairs.
+    With `as_rankings` the loss is Plackett-Luce over whole rankings, else Bradley-Terry over pairs. Several heads learn
+    bootstrap samples, drawn with `seed`; `prompt_of` is the text of the prompt of a row, by its id, and may lack some.
     """
 
     cfg: RewardTrainerSection
     model: RewardModel
     optimizer: MasterAdamW
     as_rankings: bool = False
+    seed: int = 0
+    prompt_of: Mapping[str, str] = field(default_factory=dict[str, str])
     counters: Mapping[str, Controller] = field(default_factory=dict[str, Controller])
     uploader: Uploader | None = field(init=False)
 
@@ -70,7 +85,7 @@ class Reward:
     def step(self, pairs: Sequence[EncodedPreference], index: int) -> StepResult:
         """One step: the loss of `pairs` (or rankings), accumulated over micro-batches, and an update."""
         cfg = self.cfg
-        options = {"with_margin": cfg.margin == "column", "center_coef": cfg.center_coef}
+        options = {"with_margin": cfg.margin == "column", "center_coef": cfg.center_coef, "bootstraps": True}
         loss_of = partial(self.micro_batch_loss, num_items=len(pairs), **options)
         with span("update"):
             report, stats = accumulate(self.optimizer, chunks(pairs, cfg.micro_batch_size), loss_of)
@@ -85,8 +100,16 @@ class Reward:
         *,
         with_margin: bool = False,
         center_coef: float = 0.0,
-    ) -> tuple[torch.Tensor, PreferenceStats | RankingStats]:
-        """The loss of one micro-batch, divided by `num_items`, and its statistics. Each completion is scored once."""
+        bootstraps: bool = False,
+    ) -> tuple[torch.Tensor, PreferenceStats | RankingStats | HeadsStats]:
+        """The loss of one micro-batch, divided by `num_items`, and its statistics. Each completion is scored once.
+
+        With `bootstraps` each of several heads learns its own sample of the items.
+        """
+        if self.model.num_heads > 1:
+            return self.loss_of_heads(
+                items, num_items, with_margin=with_margin, center_coef=center_coef, bootstraps=bootstraps
+            )
         if self.as_rankings:
             ranked = setup.sent(collate_rankings(items, pad_id=0), self.uploader)
             reward_RK = self.model(ranked.ids_BT, ranked.lengths_B)[ranked.index_RK]
@@ -96,6 +119,62 @@ class Reward:
         chosen_N, rejected_N = reward_B[batch.chosen_N], reward_B[batch.rejected_N]
         margin_N = batch.margin_N if with_margin else None
         return bradley_terry(chosen_N, rejected_N, margin_N, batch.tie_N, num_pairs=num_items, center_coef=center_coef)
+
+    def loss_of_heads(
+        self,
+        items: Sequence[EncodedPreference],
+        num_items: float,
+        *,
+        with_margin: bool,
+        center_coef: float,
+        bootstraps: bool,
+    ) -> tuple[torch.Tensor, HeadsStats]:
+        """As `micro_batch_loss`, the mean over the heads."""
+        if self.as_rankings:
+            ranked = setup.sent(collate_rankings(items, pad_id=0), self.uploader)
+            reward_RKH = self.model.heads(ranked.ids_BT, ranked.lengths_B)[ranked.index_RK]
+            loss_of = partial(plackett_luce, rank_RK=ranked.rank_RK, num_rankings=num_items, center_coef=center_coef)
+            return heads_loss(
+                reward_RKH,
+                ranked.rank_RK,
+                self.weights(items, reward_RKH.device) if bootstraps else None,
+                lambda reward_RK, weight_R: loss_of(reward_RK, weight_R=weight_R),
+            )
+        pairs = as_pairs(items)
+        batch = setup.sent(collate_pairs(pairs, pad_id=0), self.uploader)
+        reward_BH = self.model.heads(batch.ids_BT, batch.lengths_B)
+        sides = reward_BH[batch.chosen_N], reward_BH[batch.rejected_N]
+        margin_N = batch.margin_N if with_margin else None
+        return heads_loss(
+            torch.stack(sides, dim=1),
+            torch.stack([torch.ones_like(batch.chosen_N), 2 - batch.tie_N.long()], dim=1),
+            self.weights(pairs, reward_BH.device) if bootstraps else None,
+            lambda reward_N2, weight_N: bradley_terry(
+                *reward_N2.unbind(1),
+                margin_N,
+                batch.tie_N,
+                num_pairs=num_items,
+                center_coef=center_coef,
+                weight_B=weight_N,
+            ),
+        )
+
+    def weights(self, items: Sequence[EncodedPreference], device: torch.device) -> torch.Tensor | None:
+        """weight_RH: how often each item is in the bootstrap sample of each head; None if all learn everything."""
+        kind = self.cfg.heads.bootstrap
+        if kind == "none":
+            return None
+        keys = [self.prompt_of.get(item.prompt_id, item.prompt_id) for item in items]
+        if kind == "pairs":
+            keys = [f"{key} {item.sequences}" for key, item in zip(keys, items, strict=True)]
+        return bootstrap_weights(keys, self.model.num_heads, self.seed).to(device)
+
+    def know(self, items: Sequence[EncodedPreference]) -> None:
+        """Keep what several heads say of the answers of some of `items`, one at least."""
+        order = permutation(derive(self.seed, "known"), 0, len(items))
+        answers = dict.fromkeys(ids for place in order for ids in items[place].sequences)
+        some = list(itertools.islice(answers, _MOST_KNOWN))
+        self.model.know(head_rewards(self.model, some, micro_batch_size=self.cfg.micro_batch_size))
 
     def export(self, folder: Path, card: ModelCard) -> Path:
         """Write the reward model to `folder` in the Hugging Face layout."""
@@ -109,7 +188,7 @@ class RewardTask:
         if cfg.pairs.rankings == "plackett_luce" and cfg.reward_model.margin == "column":
             raise ConfigError("reward_model.margin: column needs pairs; set pairs.rankings: pairs, or margin: none")
         self.cfg = cfg
-        self.model = new_reward_model(cfg.model, device=device)
+        self.model = new_reward_model(cfg.model, device=device, heads=cfg.reward_model.heads, seed=cfg.run.seed)
         keep_lower_layers(self.model.model, cfg.reward_model.num_layers)
         freeze_lower_layers(self.model.model, cfg.model.num_trainable_layers)
         self.model.model.score.requires_grad_(True)
@@ -133,7 +212,8 @@ class RewardTask:
         shard(self.model)
         optimizer = setup.optimizer_of(self.cfg, self.model, Kernels(self.cfg.model.kernels), self.num_steps)
         as_rankings = self.cfg.pairs.rankings == "plackett_luce"
-        return Reward(self.cfg.reward_model, self.model, optimizer, as_rankings)
+        prompts = self.data.train_prompts
+        return Reward(self.cfg.reward_model, self.model, optimizer, as_rankings, self.cfg.run.seed, prompts)
 
     def prepare(self, learner: Reward, progress: bool) -> dict[str, str]:
         """Hashes of the model and of the pairs."""
@@ -182,7 +262,12 @@ class RewardTask:
         return {**metrics, "eval/num_pairs": float(len(decided)), "eval/longer_wins": longer / len(decided)}
 
     def measure(self, learner: Reward, when: str) -> dict[str, object]:
-        """Nothing apart from `evaluate`."""
+        """Nothing apart from `evaluate`. After training, what several heads say of held-out answers, or without any of
+        those that were learnt, goes into the model.
+        """
+        if when == "after" and learner.model.num_heads > 1:
+            with span("evaluate"):
+                learner.know(self.data.heldout or self.data.train)
         return {}
 
     def summary(self, learner: Reward, session: Session) -> dict[str, object]:
@@ -191,6 +276,7 @@ class RewardTask:
         """
         last = session.metrics[-1]
         names = ("loss", "accuracy", "eval/accuracy", "eval/margin", "eval/num_pairs", "eval/longer_wins")
+        known = learner.model.known
         figures = {
             "steps": len(session.metrics),
             "num_pairs": len(self.data.train),
@@ -198,6 +284,7 @@ class RewardTask:
             "num_ties": sum(not item.decided for item in (*self.data.train, *self.data.heldout)),
             "refused_steps": session.num_refused,
             **{name: last[name] for name in names if name in last},
+            **({} if known is None else {"num_heads": learner.model.num_heads, "spread": known.mean}),
         }
         heldout = decided_pairs(self.data.heldout, self.data.heldout_prompts)
         if not self.cfg.evaluation.judge or not heldout:

@@ -44,7 +44,8 @@ class Facts:
     (`recipe.rollout.num_slots`, `setup.engine`).
 
     A metric is its median over `num_steps` steps, the first left out; of work that only some steps have, the mean; of
-    the growth of memory, the least of the second half: caches and pools grow at first, a leak never stops.
+    the growth of memory, the least of the second half: caches and pools grow at first, a leak never stops. `unfamiliar`
+    is the largest `rewards/<name>/unfamiliar`.
 
     `run_s` is the time of all `num_timed` steps that are looked at for slow ones, `warm_up_s` that of the first step of
     each process, which compiles and allocates, and is left out. `tails` is what slow steps lose, `rows` their metrics;
@@ -193,6 +194,8 @@ def _metrics(rows: Sequence[Mapping[str, object]], slow: Sequence[Tail]) -> dict
             values[name] = min(found[len(found) // 2 :])
         elif found:
             values[name] = sum(found) / len(counted) if name.startswith(_NOW_AND_THEN) else statistics.median(found)
+    if unfamiliar := [value for name, value in values.items() if name.endswith("/unfamiliar")]:
+        values["unfamiliar"] = max(unfamiliar)
     for tail in slow:
         name = f"time/{tail.path.partition('/')[0]}_s"
         if name in _OF_SOME_STEPS and name in values:

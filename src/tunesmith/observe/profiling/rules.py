@@ -229,6 +229,17 @@ RULES: tuple[Rule, ...] = (
         scope="sampling",
     ),
     Rule(
+        name="unknown_answers",
+        symptom="The reward model judges answers that are unlike its votes.",
+        needs=("unfamiliar",),
+        evidence="on {unfamiliar:.0%} of the completions its heads differ more than on 95 % of the answers of held-out "
+        "votes (rewards/<name>/unfamiliar)",
+        advice="end the run earlier or go back to a checkpoint, collect votes on its answers, or set `pessimism` of "
+        "the reward",
+        saving=waiting.unknown_answers,
+        scope="rewards",
+    ),
+    Rule(
         name="slow_tools",
         symptom="The engine has nothing to draw while all trajectories wait for their tools.",
         needs=("time/rollout/reply_s", "environment/reply_mean_s", "environment/reply_max_s"),

@@ -29,6 +29,7 @@ from tunesmith.observe.reports.chart import DARK, LIGHT, Chart, dark_of_light
 from tunesmith.observe.reports.comparison_figures import dumbbell, histogram
 from tunesmith.observe.reports.figures import TABLE_COLUMNS, curves
 from tunesmith.observe.reports.ladder_figures import levels_chart, techniques_chart
+from tunesmith.observe.reports.reward_figures import calibration_chart
 from tunesmith.observe.reports.text import Facts
 from tunesmith.observe.reports.views import (
     cause_rows,
@@ -44,8 +45,8 @@ from tunesmith.observe.reports.views import (
 def write_run_report(run_dir: Path) -> Path:
     """Write `report.html` into a run folder from the files in it, and return its path.
 
-    Reads recipe.yaml, environment.json, metrics.jsonl, samples.jsonl, findings.jsonl and result.json; each may be
-    missing.
+    Reads recipe.yaml, environment.json, metrics.jsonl, samples.jsonl, findings.jsonl, reward_quality.json and
+    result.json; each may be missing.
     Raises RunError if `run_dir` is no folder.
     """
     if not run_dir.is_dir():
@@ -58,10 +59,12 @@ def write_run_report(run_dir: Path) -> Path:
     drawn = curves(metrics)
     diagnosis = diagnose(read_facts(run_dir))
     result = read_object(run_dir / "result.json")
+    calibration = calibration_chart(read_object(run_dir / "reward_quality.json"))
     return write_page(
         run_dir / "report.html",
         "run.html",
-        drawn.all,
+        (*drawn.all, *([calibration] if calibration else [])),
+        calibration=calibration,
         title=run_dir.resolve().name,
         recipe=_text(run_dir / "recipe.yaml"),
         num_steps=len(metrics),

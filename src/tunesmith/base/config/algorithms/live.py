@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from tunesmith.base.config.algorithms.dpo import DPO_RULES, DPOSection
 from tunesmith.base.config.algorithms.grpo import GRPO_RULES, OWN_LOGPS, GRPOSection
 from tunesmith.base.config.algorithms.ppo import PPO_RULES, PPOSection
-from tunesmith.base.config.algorithms.reward import RewardTrainerSection
+from tunesmith.base.config.algorithms.reward import ONE_HEAD, PolicyRewardSection
 from tunesmith.base.config.recipe import Recipe, check_horizon
 from tunesmith.base.config.rules import SAMPLING, Rule, always, is_not, is_updated_once
 from tunesmith.base.config.sections import (
@@ -247,7 +247,7 @@ class LiveRecipe(Recipe):
     prompts: LivePromptsSection = LivePromptsSection()
     rollout: LiveRolloutSection = LiveRolloutSection()
     dpo: LiveDPOSection = LiveDPOSection()
-    reward_model: RewardTrainerSection = RewardTrainerSection()
+    reward_model: PolicyRewardSection = PolicyRewardSection()
     ppo: LivePPOSection = LivePPOSection()
     grpo: GRPOSection = GRPOSection()
     live: LiveSection = LiveSection()
@@ -299,6 +299,7 @@ LIVE_RULES: tuple[Rule, ...] = (
         lambda v: v["live.update"] == "grpo" and is_updated_once("grpo")(v),
         OWN_LOGPS,
     ),
+    ONE_HEAD,
     *PPO_RULES,
     *GRPO_RULES,
     *DPO_RULES,

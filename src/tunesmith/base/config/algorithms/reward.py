@@ -6,13 +6,32 @@
 from typing import Literal
 
 from tunesmith.base.config.recipe import Recipe
+from tunesmith.base.config.rules import Rule
 from tunesmith.base.config.sections import (
     NonNegative,
     PairsSection,
+    Pessimism,
     PositiveInt,
     Section,
 )
 from tunesmith.base.config.spec import Passes, Spec
+
+
+class HeadsSection(Section):
+    """Several score heads on one trunk, each trained on a bootstrap sample of the votes: where they differ, the votes
+    do not say what is better (Osband et al. 2016, arXiv 1602.04621)."""
+
+    SHORTHAND = "count"
+
+    count: PositiveInt = 1
+    """Number of heads; the reward is their mean."""
+    bootstrap: Literal["prompts", "pairs", "none"] = "prompts"
+    """What each head draws with replacement, as weights from a Poisson distribution with mean 1: prompts with all their
+    pairs, or pairs; `none`: heads differ by their random beginning alone."""
+    prior_scale: NonNegative = 1.0
+    """Size of the random part that each head begins with, whose mean over the heads is 0: the standard deviation of its
+    weights times the root of their number. It stays where no vote says otherwise (Osband et al. 2018, arXiv
+    1806.03335)."""
 
 
 class RewardTrainerSection(Section):
@@ -30,6 +49,14 @@ class RewardTrainerSection(Section):
     """`column`: subtract the row's `margin` from the difference of rewards (Llama 2)."""
     center_coef: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which keeps rewards near zero."""
+    heads: HeadsSection = HeadsSection()
+
+
+class PolicyRewardSection(RewardTrainerSection):
+    """The Bradley-Terry reward model, and how a policy is rewarded by it."""
+
+    pessimism: Pessimism = 0.0
+    """With several heads: the reward is their mean minus this times their standard deviation; `worst` is the lowest."""
 
 
 class RewardEvaluationSection(Section):
@@ -57,6 +84,12 @@ def _passes(cfg: RewardRecipe) -> Passes:
     return Passes.of_rows(2 * section.pairs_per_step, 2 * section.micro_batch_size)  # a pair is two rows
 
 
+ONE_HEAD = Rule(
+    "reward_model.heads.bootstrap reward_model.heads.prior_scale reward_model.pessimism",
+    lambda v: v["reward_model.heads.count"] == 1,
+    "reward_model.heads.count is 1; set it to the number of heads, or leave this out",
+)
+
 SPEC = Spec(
     recipe=RewardRecipe,
     title="Bradley-Terry reward model",
@@ -64,5 +97,6 @@ SPEC = Spec(
     headline=("loss", "accuracy", "margin"),
     best="accuracy",
     passes=_passes,
+    rules=(ONE_HEAD,),
     trains="reward model",
 )

@@ -16,6 +16,9 @@ from tunesmith.observe.profiling.savings.saving import (
 _LOG_S = 0.003
 """Seconds that the record of a step takes."""
 
+_MOST = 0.5
+"""Share of completions that a reward model does not know from which on a step teaches little that votes say."""
+
 _WAITS = 0.03
 """Share of the time from which on a wait for the interpreter's lock is no chance."""
 
@@ -95,6 +98,12 @@ def malformed_calls(f: Facts) -> Saving | None:
     num_failed = f.number("environment/failed_calls") * f.number("environment/calls")
     share = min(1.0, num_failed / max(1.0, f.number("environment/turns", 1.0)))
     return around(share * (f.stage_s("rollout") - f.stage_s("rollout/reply")), 0.3, 1.2)
+
+
+def unknown_answers(f: Facts) -> Saving | None:
+    """Steps whose answers the reward model does not know, most of them, need not be made: they teach its guesses."""
+    share = f.number("unfamiliar")
+    return around(share * (f.computing_s + f.reward_s), 0.3, 1.0) if share > _MOST else None
 
 
 def broken_prefixes(f: Facts) -> Saving | None:
