@@ -1,7 +1,7 @@
 """JSON of requests and replies. Unknown keys of a request are errors."""
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -173,6 +173,23 @@ class RaterReply(Reply):
     is_disabled: bool
     scopes: tuple[Scope, ...] | None = None
     user_of: int | None = None
+
+
+class OwnReply(Reply):
+    """What the caller's votes say of them: in sentences, and as figures, None without votes."""
+
+    words: Sequence[str]
+    report: Mapping[str, Any] | None
+
+
+class CrowdReply(Reply):
+    """The raters of the newest votes, with figures and `notes` of each, the number of votes that prefer an answer, and
+    how many votes without an error would say as much: None where too few can be compared.
+    """
+
+    num_votes: int
+    effective: float | None
+    raters: Sequence[Mapping[str, Any]]
 
 
 class InviteReply(Reply):

@@ -65,6 +65,7 @@ def bradley_terry(
     *,
     num_pairs: Denominator,
     center_coef: float = 0.0,
+    weight_B: Tensor | None = None,
 ) -> tuple[Tensor, PreferenceStats]:
     """Scalar loss, differentiable through both rewards, and detached statistics.
 
@@ -72,10 +73,10 @@ def bradley_terry(
     arXiv 2307.09288, equation 2). A tie is half a vote for each side: -(log sigmoid(d) + log sigmoid(-d)) / 2, least at
     d = 0; its margin is not used. `center_coef` weighs (chosen + rejected)^2 of every pair, which holds rewards near 0
     (Eisenstein et al. 2023, arXiv 2312.09244; TRL's `center_rewards_coefficient`). The sum over all pairs, ties
-    included, is divided by `num_pairs`.
+    included, each with its weight, is divided by `num_pairs`.
     Raises `InputError` if shapes differ or `num_pairs` is not positive.
     """
-    check_shapes(chosen_B=chosen_B, rejected_B=rejected_B, margin_B=margin_B, tie_B=tie_B)
+    check_shapes(chosen_B=chosen_B, rejected_B=rejected_B, margin_B=margin_B, tie_B=tie_B, weight_B=weight_B)
     check_denominator("num_pairs", num_pairs)
     every_B = torch.ones_like(chosen_B, dtype=torch.bool)
     decided_B = every_B if tie_B is None else ~tie_B.bool()
@@ -87,6 +88,8 @@ def bradley_terry(
     loss_B = -torch.where(decided_B, logsigmoid(wanted_B), tied_B)
     if center_coef > 0:
         loss_B = loss_B + center_coef * (chosen_B + rejected_B).square()
+    if weight_B is not None:
+        loss_B = loss_B * weight_B
     reward_B = torch.cat([chosen_B, rejected_B]).detach().double()
     return loss_B.sum() / num_pairs, PreferenceStats(
         num_pairs=total(every_B),

@@ -40,6 +40,7 @@ from tunesmith.learn.trainers.api import Inputs, Metrics, StepResult
 from tunesmith.learn.trainers.estimate import Estimate, training_estimate
 from tunesmith.learn.trainers.metrics import update_metrics
 from tunesmith.learn.trainers.passes import accumulate
+from tunesmith.learn.trainers.rater_weights import votes_of_raters
 from tunesmith.learn.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.learn.trainers.session import Session
 from tunesmith.learn.trainers.work import Rows, RunWork, Work
@@ -95,7 +96,15 @@ class Reward:
         reward_B = self.model(batch.ids_BT, batch.lengths_B)
         chosen_N, rejected_N = reward_B[batch.chosen_N], reward_B[batch.rejected_N]
         margin_N = batch.margin_N if with_margin else None
-        return bradley_terry(chosen_N, rejected_N, margin_N, batch.tie_N, num_pairs=num_items, center_coef=center_coef)
+        return bradley_terry(
+            chosen_N,
+            rejected_N,
+            margin_N,
+            batch.tie_N,
+            num_pairs=num_items,
+            center_coef=center_coef,
+            weight_B=batch.weight_N,
+        )
 
     def export(self, folder: Path, card: ModelCard) -> Path:
         """Write the reward model to `folder` in the Hugging Face layout."""
@@ -113,6 +122,7 @@ class RewardTask:
         keep_lower_layers(self.model.model, cfg.reward_model.num_layers)
         freeze_lower_layers(self.model.model, cfg.model.num_trainable_layers)
         self.model.model.score.requires_grad_(True)
+        self.raters = votes_of_raters(cfg.pairs)
         self.data = preference_sets(
             cfg.pairs,
             self.model.tokenizer,
@@ -121,6 +131,7 @@ class RewardTask:
             cast(Sequence[PreferenceLike] | None, inputs.heldout_pairs),
             max_length=context_length(self.model.model),
             encode=self.model.encode,
+            weigh=self.raters,
         )
         self.prompts = Groups(self.data.train_prompts[pair.prompt_id] for pair in self.data.train)
         section = cfg.reward_model
@@ -136,11 +147,14 @@ class RewardTask:
         return Reward(self.cfg.reward_model, self.model, optimizer, as_rankings)
 
     def prepare(self, learner: Reward, progress: bool) -> dict[str, str]:
-        """Hashes of the model and of the pairs."""
-        return {
+        """Hashes of the model, of the pairs, and of their weights if they are estimated."""
+        identity = {
             "the model": fingerprint_of_tensors(learner.model),
             "the pairs": fingerprint_of_rows([*self.data.train, *self.data.heldout]),
         }
+        if self.raters is not None:
+            identity["the weights of the votes"] = fingerprint_of_rows(pair.weight for pair in self.data.train)
+        return identity
 
     def estimate(self) -> Estimate:
         """Memory and work of a run. A completion of several pairs is computed, and counted, once."""
@@ -198,6 +212,7 @@ class RewardTask:
             "num_ties": sum(not item.decided for item in (*self.data.train, *self.data.heldout)),
             "refused_steps": session.num_refused,
             **{name: last[name] for name in names if name in last},
+            **({} if self.raters is None else self.raters.facts),
         }
         heldout = decided_pairs(self.data.heldout, self.data.heldout_prompts)
         if not self.cfg.evaluation.judge or not heldout:
