@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +14,17 @@ BEST = {"duck-identification": 0.8888888888888888, "jn-product": 0.9397474443776
 """Accuracy of the best of crowd-kit 1.4.2's aggregations, which is its DawidSkene on both."""
 
 
-def labels_of(name: str) -> tuple[list[GivenLabel], dict[str, str]]:
-    folder = os.environ.get("TUNESMITH_DATA")
-    place = Path(folder or "nowhere") / "raters"
-    if not place.is_dir():
-        pytest.skip("needs the crowds in the folder that TUNESMITH_DATA names")
+def labels_of(name: str, data_dir: Path) -> tuple[list[GivenLabel], dict[str, str]]:
     tables: list[list[list[str]]] = []
     for kind in ("answer", "truth"):
-        with gzip.open(place / f"{name}.{kind}.csv.gz", "rt", encoding="utf-8") as file:
+        with gzip.open(data_dir / "raters" / f"{name}.{kind}.csv.gz", "rt", encoding="utf-8") as file:
             tables.append(list(csv.reader(file))[1:])
     return [GivenLabel(*row) for row in tables[0]], dict(tables[1])
 
 
 @pytest.mark.parametrize("name", sorted(BEST))
-def test_labels_of_published_crowds_are_as_right_as_those_of_crowd_kit(name: str) -> None:
-    given, truth = labels_of(name)
+def test_labels_of_published_crowds_are_as_right_as_those_of_crowd_kit(name: str, data_dir: Path) -> None:
+    given, truth = labels_of(name, data_dir)
     found = infer_labels(given)
     assert np.mean([found.labels[question] == label for question, label in truth.items()]) >= BEST[name]
 

@@ -10,9 +10,6 @@ from tunesmith.collect.statistics.habits import Habit, Look, habits
 from tunesmith.collect.statistics.raters import Estimate, PairVotes, Reliabilities, reliabilities
 from tunesmith.collect.store.vote_stats import JudgedPair
 
-MAX_VOTES = 20_000
-"""The newest votes that estimates are made of, so that they take a second at most."""
-
 MIN_KNOWN = 10
 """Votes on gold items or items with votes of others, from which on a rater's reliability is more than a guess."""
 
@@ -61,8 +58,7 @@ NOBODY = CrowdReport({}, 0, None, {})
 
 
 def crowd_report(judged: Sequence[JudgedPair]) -> CrowdReport:
-    """The report of the newest `MAX_VOTES` votes."""
-    judged = judged[-MAX_VOTES:]
+    """The report of votes in the order of their ids."""
     if not judged:
         return NOBODY
     raters = sorted({one.rater_id for one in judged})

@@ -372,8 +372,8 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[A
     return connection.execute(query.where(votes.c.verdict != "withdrawn")).all()
 
 
-def judged_pairs(connection: Connection, campaign_id: int | None) -> list[JudgedPair]:
-    """All votes on pairs, in the order of their ids."""
+def judged_pairs(connection: Connection, campaign_id: int | None, limit: int) -> list[JudgedPair]:
+    """The newest `limit` votes on pairs, in the order of their ids."""
     first, second = (_place(position) for position in (0, 1))
     query = _last_answers(
         votes,
@@ -397,7 +397,8 @@ def judged_pairs(connection: Connection, campaign_id: int | None) -> list[Judged
         first.c.item_id == items.c.id,
         second.c.item_id == items.c.id,
     )
-    return [_judged_pair(row) for row in connection.execute(query.order_by(votes.c.id))]
+    rows = connection.execute(query.order_by(votes.c.id.desc()).limit(limit)).all()
+    return [_judged_pair(row) for row in reversed(rows)]
 
 
 def _place(position: int) -> Any:

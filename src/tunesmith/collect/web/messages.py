@@ -1,13 +1,16 @@
 """JSON of requests and replies. Unknown keys of a request are errors."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.records import Answered, ItemKind, Presentation, Progress, Role, Scope, Verdict
 from tunesmith.collect.web.markdown import safe_html
+
+if TYPE_CHECKING:
+    from tunesmith.collect.statistics.rater_report import CrowdReport, RaterReport
 
 MAX_PREFETCH = 20
 MAX_REASON = 2_000
@@ -181,6 +184,13 @@ class OwnReply(Reply):
     words: Sequence[str]
     report: Mapping[str, Any] | None
 
+    @classmethod
+    def of(cls, report: "RaterReport | None") -> "OwnReply":
+        """What the report says."""
+        from tunesmith.collect.statistics.rater_words import own_words  # numpy takes 0.1 s to load
+
+        return cls(words=own_words(report), report=None if report is None else report.figures())
+
 
 class CrowdReply(Reply):
     """The raters of the newest votes, with figures and `notes` of each, the number of votes that prefer an answer, and
@@ -190,6 +200,14 @@ class CrowdReply(Reply):
     num_votes: int
     effective: float | None
     raters: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, crowd: "CrowdReport") -> "CrowdReply":
+        """What the report says."""
+        from tunesmith.collect.statistics.rater_words import notes
+
+        raters = [{**one.figures(), "notes": notes(one)} for one in crowd.raters.values()]
+        return cls(num_votes=crowd.num_votes, effective=crowd.effective, raters=raters)
 
 
 class InviteReply(Reply):

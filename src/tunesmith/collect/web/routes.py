@@ -166,10 +166,7 @@ def votes() -> APIRouter:
     @routes.get("/raters/me")
     def own(caller: Caller, services: ServicesOf) -> OwnReply:
         """What the votes say of the caller, and of nobody else, as of some seconds ago."""
-        from tunesmith.collect.statistics.rater_words import own_words  # imports numpy
-
-        report = services.crowd().raters.get(caller.id)
-        return OwnReply(words=own_words(report), report=None if report is None else report.figures())
+        return OwnReply.of(services.crowd().raters.get(caller.id))
 
     @routes.get("/progress")
     def progress(caller: Caller, services: ServicesOf) -> Progress:
@@ -271,11 +268,7 @@ def administration() -> APIRouter:
     @routes.get("/raters/estimates")
     def estimates(services: ServicesOf) -> CrowdReply:
         """How far each rater's votes can be relied on, and what all are worth, as of some seconds ago."""
-        from tunesmith.collect.statistics.rater_words import notes
-
-        crowd = services.crowd()
-        rows = [{**one.figures(), "notes": notes(one)} for one in crowd.raters.values()]
-        return CrowdReply(num_votes=crowd.num_votes, effective=crowd.effective, raters=rows)
+        return CrowdReply.of(services.crowd())
 
     @routes.get("/stats")
     def stats(services: ServicesOf) -> VoteStats:
