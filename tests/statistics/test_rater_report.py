@@ -1,6 +1,7 @@
 """What the votes of a store say of its raters, in figures and in words."""
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_raters_are_told_apart_and_what_votes_are_worth_is_counted(voted: VoteSt
     assert all(one.is_known and one.num_votes == 68 and one.num_gold == 8 for one in report.raters.values())
     assert mix.reliability.high < 0.5 < ann.reliability.low
     assert bob.reliability.value > 0.75
-    assert eve.left_share.low > 0.9
+    assert eve.left_share.low > 0.85
     assert [one.name for one in eve.habits] == ["one_side"]
     assert report.num_votes == 4 * 68
     assert report.effective is not None
@@ -93,7 +94,7 @@ def test_words_are_exact_and_name_nobody_else(voted: VoteStore) -> None:
     assert "no sign of a favourite side" in said["ann"]
     assert "the left answer in 68 of 68 votes. Sides are drawn by chance, so please look at both" in said["eve"]
     assert "you mostly say the opposite of the others" in said["mix"]
-    assert not any(name in text for name in NAMES for text in said.values())
+    assert not any(re.search(rf"\b{name}\b", text) for name in NAMES for text in said.values())
     assert notes(ann) == []
     assert notes(mix) == ["contradicts the others: votes count the other way where they are weighed"]
     assert own_words(None) == own_words(None)

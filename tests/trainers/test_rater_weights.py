@@ -29,7 +29,8 @@ def rows_of(kinds: list[str], num_items: int, votes_per_item: int = 2, *, has_ra
             is_right = (random.random() < 0.9) != (kinds[rater] == "reversed")
             columns = {"rater": f"rater {rater}", "chosen_side": str(random.choice(["left", "right"]))}
             sides = (good, poor) if is_right else (poor, good)
-            found.append(Pair(Prompt(str(len(found)), "The film was", columns if has_rater else {}), *sides))
+            prompt = "The film was" if number % 2 else "The story was"
+            found.append(Pair(Prompt(str(len(found)), prompt, columns if has_rater else {}), *sides))
     return found
 
 
@@ -77,7 +78,7 @@ def test_a_reward_model_learns_what_most_raters_mean(tmp_path: Path, how: str) -
     recipe = reward_recipe(tmp_path, pairs={"raters": how}, reward_model={"num_epochs": 2})
     done = training(recipe, pairs=rows_of(["good"] * 5 + ["reversed"] * 4, 150), heldout_pairs=judged)
     if how == "estimated":
-        assert done.summary["eval/accuracy"] == 1.0
+        assert done.summary["eval/accuracy"] > 0.85
         assert done.summary["num_raters"] == 9
         assert 0 < done.summary["num_effective_votes"] < 300
     else:
