@@ -3,7 +3,8 @@
 Twenty raters vote on pairs of a positive and a negative sentence (rt-polarity). Each names the positive one with
 probability 0.85, but for a share of them who are careless (1/2), lazy (the left one, but for one vote in five) or
 reversed (0.15), in turns. Half of the pairs have a second vote. A reward model of SmolLM2's lower layers learns the
-votes as they come, and weighed by `pairs.raters: estimated`; it is judged on other sentences, without raters.
+votes as they come, and weighed by `pairs.raters: estimated`; it is judged on other sentences, without raters. With
+`--linear` it is a linear one on words, which takes seconds.
 `regained` is the share of the accuracy that bad raters cost, against raters who are all good.
 
 The crowds are those of the folder that TUNESMITH_DATA names. crowd-kit's aggregations are measured beside ours where it
@@ -30,6 +31,7 @@ from tunesmith.base.schema.records import Pair, Prompt
 from tunesmith.collect.data.pairs import write_pairs
 from tunesmith.collect.data.sources import data_path
 from tunesmith.collect.statistics.crowds import GivenLabel, infer_labels
+from tunesmith.learn.evaluation.tfidf import TextBradleyTerry, TextPair
 from tunesmith.learn.trainers.rater_weights import VotesOfRaters
 
 NUM_RATERS = 20
@@ -126,6 +128,8 @@ def found_of(rows: Sequence[Pair], crowd: Sequence[Rater]) -> dict[str, float]:
 
 def accuracy(rows: Sequence[Pair], judged: Sequence[Pair], how: str, options: Namespace, seed: int) -> float:
     """Accuracy of a reward model that learns `rows`, `equal` or weighed by what is `estimated` of their raters."""
+    if options.linear:
+        return _linear(rows, judged, how)
     size = {"model": "tiny:llama", "model.dtype": "float32"} if options.quick else {"model": options.model}
     with tempfile.TemporaryDirectory() as folder:
         done = train.reward(
@@ -148,6 +152,16 @@ def accuracy(rows: Sequence[Pair], judged: Sequence[Pair], how: str, options: Na
             progress=False,
         )
     return float(done.summary["eval/accuracy"])
+
+
+def _linear(rows: Sequence[Pair], judged: Sequence[Pair], how: str) -> float:
+    learnt = VotesOfRaters()([*rows]) if how == "estimated" else rows
+    model = TextBradleyTerry.fitted(_texts(learnt), weights=[pair.weight for pair in learnt])
+    return fmean(float(margin > 0) for margin in model.margins(_texts(judged)))
+
+
+def _texts(pairs: Sequence[Pair]) -> list[TextPair]:
+    return [TextPair(str(pair.chosen), str(pair.rejected)) for pair in pairs]
 
 
 def _written(pairs: Sequence[Pair], folder: Path) -> str:
@@ -219,7 +233,7 @@ def _crowd_kit(name: str, answers: Sequence[Sequence[str]], truth: Mapping[str, 
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
     """Crowds first: they take seconds."""
-    about = head(options, "raters", "quick", "model", "layers", "pairs", "judged", "seeds", "seed")
+    about = head(options, "raters", "quick", "linear", "model", "layers", "pairs", "judged", "seeds", "seed")
     return {**about, "crowds": crowds(say), "raters": simulated(options, say)}
 
 
@@ -240,6 +254,7 @@ main = benchmark(
     "quick",
     "model",
     "seed",
+    linear={"action": "store_true", "help": "a linear reward model on words, in place of the language model"},
     layers={"type": int, "default": 6, "metavar": "N", "help": "lowest layers that the reward model keeps"},
     pairs={"type": int, "default": 3000, "metavar": "N", "help": "pairs that are voted on, half of them twice"},
     judged={"type": int, "default": 2000, "metavar": "N", "help": "pairs that reward models are judged by"},

@@ -91,11 +91,14 @@ class TextBradleyTerry:
     weight_F: torch.Tensor
 
     @classmethod
-    def fitted(cls, pairs: Sequence[TextPair], *, l2: float = 3.0) -> "TextBradleyTerry":
-        """The model of `pairs`, of one at least."""
+    def fitted(
+        cls, pairs: Sequence[TextPair], *, l2: float = 3.0, weights: Sequence[float] | None = None
+    ) -> "TextBradleyTerry":
+        """The model of `pairs`, of one at least. With `weights` each pair counts so often."""
         vectorizer = Vectorizer.fitted([text for pair in pairs for text in (pair.better, pair.worse)])
         sign_N = torch.ones(len(pairs), dtype=torch.float64)
-        return cls(vectorizer, fit_logistic(_differences(vectorizer, pairs), sign_N, l2=l2))
+        weight_N = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+        return cls(vectorizer, fit_logistic(_differences(vectorizer, pairs), sign_N, l2=l2, weight_N=weight_N))
 
     def margins(self, pairs: Sequence[TextPair]) -> np.ndarray:
         """Reward of the better minus reward of the worse answer, [N]."""
