@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -133,7 +133,7 @@ def accuracy(rows: Sequence[Pair], judged: Sequence[Pair], how: str, options: Na
     size = {"model": "tiny:llama", "model.dtype": "float32"} if options.quick else {"model": options.model}
     with tempfile.TemporaryDirectory() as folder:
         done = train.reward(
-            pairs=rows,
+            pairs=[*rows],
             **{
                 **size,
                 "pairs.heldout_source": _written(judged, Path(folder)),
@@ -151,7 +151,7 @@ def accuracy(rows: Sequence[Pair], judged: Sequence[Pair], how: str, options: Na
             },
             progress=False,
         )
-    return float(done.summary["eval/accuracy"])
+    return cast(float, done.summary["eval/accuracy"])
 
 
 def _linear(rows: Sequence[Pair], judged: Sequence[Pair], how: str) -> float:

@@ -35,7 +35,7 @@ def rows_of(kinds: list[str], num_items: int, votes_per_item: int = 2, *, has_ra
 
 
 def share_right(rows: list[Pair]) -> float:
-    return float(np.mean([row.chosen.startswith(tuple(GOOD)) for row in rows]))
+    return float(np.mean([str(row.chosen).startswith(tuple(GOOD)) for row in rows]))
 
 
 def test_votes_of_reversed_raters_are_exchanged_and_weights_have_the_mean_one() -> None:
@@ -77,12 +77,13 @@ def test_a_reward_model_learns_what_most_raters_mean(tmp_path: Path, how: str) -
     judged = [Pair(Prompt(f"j{n}", "The film was"), f"{GOOD[n % 4]} {n}", f"{POOR[n % 4]} {n}") for n in range(40)]
     recipe = reward_recipe(tmp_path, pairs={"raters": how}, reward_model={"num_epochs": 2})
     done = training(recipe, pairs=rows_of(["good"] * 5 + ["reversed"] * 4, 150), heldout_pairs=judged)
+    found: Any = done.summary
     if how == "estimated":
-        assert done.summary["eval/accuracy"] > 0.85
-        assert done.summary["num_raters"] == 9
-        assert 0 < done.summary["num_effective_votes"] < 300
+        assert found["eval/accuracy"] > 0.85
+        assert found["num_raters"] == 9
+        assert 0 < found["num_effective_votes"] < 300
     else:
-        assert "num_raters" not in done.summary
+        assert "num_raters" not in found
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])

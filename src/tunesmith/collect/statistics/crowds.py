@@ -9,6 +9,7 @@ Uses numpy only. Shape suffixes: N given labels, Q questions, W workers, K class
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class Crowd:
     workers: Mapping[Hashable, Worker]
 
 
-def infer_labels(given: Sequence[GivenLabel], known: Mapping[Hashable, Hashable] | None = None) -> Crowd:
+def infer_labels(given: Sequence[GivenLabel], known: Mapping[Any, Hashable] | None = None) -> Crowd:
     """The labels of all questions in `given`. Those in `known` are taken as they are, and are evidence of the workers.
 
     Raises:

@@ -263,9 +263,8 @@ class _Strengths:
         is_kept_A = np.zeros(num_answers, dtype=bool)
         is_kept_A[order_A[:MAX_ANSWERS]] = True
         is_kept_A &= counts_A > 1
-        both_I = (votes.answers_I2 >= 0).all(axis=1)
-        both_I[both_I] = is_kept_A[votes.answers_I2[both_I]].all(axis=1)
-        item_J = np.flatnonzero(both_I)
+        both_I2 = (votes.answers_I2 >= 0) & is_kept_A[np.maximum(votes.answers_I2, 0)]
+        item_J = np.flatnonzero(both_I2.all(axis=1))
         if not len(item_J):
             return None
         return cls(votes.answers_I2[item_J, 0], votes.answers_I2[item_J, 1], item_J, num_answers)
@@ -399,7 +398,9 @@ def _covariances(votes: PairVotes, fit: _Fit) -> np.ndarray:
             continue
         places = (2 * votes.rater_N[own_N][:, None] + [0, 1]).ravel()
         values = gradient_N2[own_N].ravel()
-        np.add.at(information_PP, np.ix_(places, places), -unsure * np.outer(values, values))
+        # Added one by one, in case that a rater has judged an item twice.
+        flat = (places[:, None] * 2 * num + places).ravel()
+        np.subtract.at(information_PP.reshape(-1), flat, unsure * np.outer(values, values).ravel())
     covariance_PP = np.linalg.inv(_positive(information_PP))
     return np.stack([covariance_PP[2 * one : 2 * one + 2, 2 * one : 2 * one + 2] for one in range(num)])
 
@@ -441,8 +442,9 @@ def _complete(votes: PairVotes, fit: _Fit) -> tuple[np.ndarray, np.ndarray]:
     information_W22 = np.zeros((votes.num_raters, 2, 2))
     # Of a known side: p (1 - p) of the rate that the vote is a trial of.
     for side_N, own, other in ((is_left_N, 0, 1), (is_right_N, 1, 0)):
-        np.add.at(information_W22, (votes.rater_N, own, own), side_N * right_N * slopes_N2[:, own])
-        np.add.at(information_W22, (votes.rater_N, other, other), side_N * (1 - right_N) * slopes_N2[:, other])
+        trials = ((own, side_N * right_N * slopes_N2[:, own]), (other, side_N * (1 - right_N) * slopes_N2[:, other]))
+        for rate, value_N in trials:
+            information_W22[:, rate, rate] += np.bincount(votes.rater_N, value_N, votes.num_raters)
     # Of an unknown one: minus the second derivatives of log((alpha + beta) / 2) and of log(1 - (alpha + beta) / 2).
     curve_N2 = slopes_N2 * (1 - 2 * np.stack([alpha_N, beta_N], axis=1))
     second_N22 = gradient_right_N2[:, :, None] * gradient_right_N2[:, None, :] * right_N[:, None, None]
