@@ -16,6 +16,8 @@ from tunesmith.base.core.log import get_logger, visible
 
 if TYPE_CHECKING:
     from tunesmith.collect.statistics.bradley_terry import Standing
+    from tunesmith.collect.statistics.rater_report import CrowdReport
+    from tunesmith.collect.statistics.raters import Estimate
     from tunesmith.collect.store.inbox import Chore
     from tunesmith.collect.store.vote_reader import VoteReader
     from tunesmith.collect.store.vote_stats import Agreement, BiasTest, FeedbackStats, VoteStats
@@ -190,21 +192,35 @@ def export(words: Sequence[str]) -> None:
 def stats(words: Sequence[str]) -> None:
     """Run `tunesmith votes stats`."""
     options = parse(StatsOptions, words, "votes stats")
+    from tunesmith.collect.statistics.rater_report import crowd_report
+    from tunesmith.collect.statistics.rater_words import notes
     from tunesmith.observe.reports.text import count_of
 
     with reporting(as_json=options.json) as output, reader_of(options) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
-        found, places = reader.stats(campaign_id), _leaderboard(options)
+        found = reader.stats(campaign_id)
+        crowd = crowd_report(reader.judged_pairs(campaign_id))
+        places = _leaderboard(options, crowd)
         # It belongs to no campaign.
         said = reader.feedback_stats() if campaign_id is None else []
-        _say(found, output)
+        _say(found, crowd, output)
         for each in said[:_MAX_SHOWN]:
             output.say(f"feedback       {_feedback(each)}")
         base = next((visible(one.name) for one in places if one.low == one.high == 0.5), "")
         for one in places[:_MAX_SHOWN]:
             rate = one.note if one.win_rate is None else f"{one.win_rate:.0%} ({one.low:.0%} to {one.high:.0%})"
-            output.say(f"against {base:<6} {visible(one.name)}: {rate}, {count_of(one.num_votes, 'vote')}")
-        output.finish({**asdict(found), "leaderboard": list(map(asdict, places)), "feedback": list(map(asdict, said))})
+            weighed = "" if one.weighed is None or one.low == one.high else f", weighed {one.weighed:.0%}"
+            output.say(f"against {base:<6} {visible(one.name)}: {rate}{weighed}, {count_of(one.num_votes, 'vote')}")
+        output.finish(
+            {
+                **asdict(found),
+                "num_preferring": crowd.num_votes,
+                "effective": crowd.effective,
+                "estimates": [{**one.figures(), "notes": notes(one)} for one in crowd.raters.values()],
+                "leaderboard": list(map(asdict, places)),
+                "feedback": list(map(asdict, said)),
+            }
+        )
 
 
 def prune(words: Sequence[str]) -> None:
@@ -256,13 +272,14 @@ def do_in(options: Votes, chore: "Chore") -> Mapping[str, Any]:
     return do_in(_place(options), chore, lambda message: _log.info("%s", message))
 
 
-def _leaderboard(options: StatsOptions) -> "Sequence[Standing]":
+def _leaderboard(options: StatsOptions, crowd: "CrowdReport") -> "Sequence[Standing]":
     """Versions and models that votes compare, over all campaigns: the strongest first."""
     from tunesmith.collect.statistics.bradley_terry import leaderboard
+    from tunesmith.collect.statistics.rater_report import known_weights
     from tunesmith.collect.store.vote_watch import VoteWatch
 
     with VoteWatch(_place(options)) as watch:
-        return leaderboard(watch.contests()[1])
+        return leaderboard(watch.contests()[1], known_weights(crowd))
 
 
 def _place(options: Votes) -> str | Path:
@@ -288,13 +305,15 @@ def reader_of(options: Votes) -> "VoteReader":
     return reader
 
 
-def _say(found: "VoteStats", output: Output) -> None:
+def _say(found: "VoteStats", crowd: "CrowdReport", output: Output) -> None:
+    from tunesmith.collect.statistics.rater_words import notes
     from tunesmith.observe.reports.text import count_of
 
     output.say(
         f"votes          {found.num_votes}  (ties {found.num_ties}, both bad {found.num_both_bad}, "
         f"last hour {found.num_votes_last_hour}); skipped {found.num_skips}"
     )
+    output.say(f"worth          {_worth(crowd)}")
     output.say(f"rankings       {found.num_rankings}; written answers {found.num_demonstrations}")
     output.say(f"items          {found.num_items}, with all their votes {found.num_items_done}")
     output.say(f"agreement      Krippendorff's alpha {_agreement(found.alpha)}")
@@ -306,7 +325,21 @@ def _say(found: "VoteStats", output: Output) -> None:
         gold = "" if rater.gold_accuracy is None else f", gold {rater.gold_accuracy:.0%} of {rater.num_gold}"
         dwell = "" if rater.median_dwell_ms is None else f", {rater.median_dwell_ms / 1000:.1f} s each"
         num_votes = count_of(rater.num_votes, "vote")
-        output.say(f"rater          {visible(rater.name)}: {num_votes}, left {_bias(rater.left)}{gold}{dwell}")
+        report = crowd.raters.get(rater.rater_id)
+        right = "" if report is None or not report.is_known else f", right {_estimate(report.reliability)}"
+        output.say(f"rater          {visible(rater.name)}: {num_votes}{right}, left {_bias(rater.left)}{gold}{dwell}")
+        for note in () if report is None or not report.is_known else notes(report):
+            output.say(f"               {note}")
+
+
+def _worth(crowd: "CrowdReport") -> str:
+    if crowd.effective is None:
+        return "not known: too few votes are on pairs with several votes or known answers"
+    return f"{crowd.effective:.0f} votes without an error, of {crowd.num_votes} that prefer an answer"
+
+
+def _estimate(share: "Estimate") -> str:
+    return f"{share.value:.0%} ({share.low:.0%} to {share.high:.0%})"
 
 
 def _feedback(said: "FeedbackStats") -> str:

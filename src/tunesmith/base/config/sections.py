@@ -221,6 +221,9 @@ class PairsSection(DataSection):
     """Limit of prompt plus completion; see `truncate`."""
     truncate: Literal["none", "left"] = "none"
     """A row that is too long is bad, or loses its beginning, the same tokens on both sides."""
+    raters: Literal["equal", "estimated"] = "equal"
+    """Votes count the same whoever gave them, or by what the rows to train on say of their raters (columns `rater` and
+    `chosen_side`): little if a rater is careless or takes one side, the other way if they have the answers mixed up."""
     heldout_fraction: Fraction = 0.1
     """Share of prompts whose pairs are held out to measure accuracy."""
 

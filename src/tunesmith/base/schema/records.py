@@ -79,6 +79,7 @@ class Pair:
     """Two completions of a prompt and which one was preferred.
 
     `margin` says by how much (reward units, None where unknown). With `tie` set the order of the two has no meaning.
+    `weight` multiplies the loss of the pair.
     """
 
     prompt: Prompt
@@ -86,6 +87,7 @@ class Pair:
     rejected: Text
     margin: float | None = None
     tie: bool = False
+    weight: float = 1.0
 
 
 MAX_TIED = 8

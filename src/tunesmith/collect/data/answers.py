@@ -4,7 +4,7 @@ Shape legend: A distinct answers, B sequences, S positions (right padded).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -38,12 +38,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPair:
-    """Two answers to one prompt, by their places among the distinct answers. With `tie` their order has no meaning."""
+    """Two answers to one prompt, by their places among the distinct answers. With `tie` their order has no meaning;
+    `weight` multiplies the loss.
+    """
 
     prompt_id: str
     chosen: int
     rejected: int
     tie: bool = False
+    weight: float = field(default=1.0, repr=False)  # the hash of a run's data is that of what is shown
 
     @property
     def answers(self) -> tuple[int, ...]:
@@ -53,12 +56,15 @@ class AnswerPair:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLabel:
-    """An answer and a label. `mismatched` is a completion of another prompt after this prompt, -1 if there is none."""
+    """An answer and a label. `mismatched` is a completion of another prompt after this prompt, -1 if there is none;
+    `weight` multiplies the loss.
+    """
 
     prompt_id: str
     answer: int
     is_wanted: bool
     mismatched: int = -1
+    weight: float = field(default=1.0, repr=False)
 
     @property
     def answers(self) -> tuple[int, ...]:
@@ -140,8 +146,9 @@ def encode_pairs(
         if not item.prompt.content and any(map(_begins_a_conversation, texts)):
             raise RowError("`chosen` and `rejected` share no prompt; give two answers to the same messages")
         answers, ranks = encode_sides(item, partial(encode_answer, tokenizer), partial(fitting, limit=limit))
+        weight = item.weight if isinstance(item, Pair) else 1.0
         return [
-            AnswerPair(item.prompt.id, table.place(answers[a]), table.place(answers[b]), tie)
+            AnswerPair(item.prompt.id, table.place(answers[a]), table.place(answers[b]), tie, weight)
             for a, b, tie in every_two(ranks)
         ]
 
@@ -168,8 +175,9 @@ def encode_labels(
         if all(pair.tie for pair in pairs_of(item)):
             return []
         answers, ranks = encode_sides(item, encode_one, within)
+        weight = item.weight if isinstance(item, Pair) else 1.0
         return [
-            AnswerLabel(item.prompt.id, table.place(answers[place]), is_wanted)
+            AnswerLabel(item.prompt.id, table.place(answers[place]), is_wanted, weight=weight)
             for a, b, tie in every_two(ranks)
             for place, is_wanted in ((a, True), (b, False))
             if not tie

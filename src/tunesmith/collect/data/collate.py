@@ -7,9 +7,9 @@ where padding begins: the pad id may equal the end-of-sequence id. Tokenizers ar
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -25,10 +25,20 @@ EncodePair = Callable[[Prompt, Text], TokenIds]
 """The ids of a prompt and one of its completions."""
 
 
+class Weighted(Protocol):
+    """What has a weight in the loss."""
+
+    @property
+    def weight(self) -> float:
+        """The weight."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedPreference:
     """A pair or ranking as token ids: the prompt with each completion, ending with the end-of-sequence token, and the
-    place of each, 1 the best. The better side of a pair comes first, and a tie has the places (1, 1).
+    place of each, 1 the best. The better side of a pair comes first, and a tie has the places (1, 1). `weight`
+    multiplies its loss.
 
     Example: prompt `Hi` and completions `a`, `b` give `sequences=((72, 97, 2), (72, 98, 2))` with `ranks=(1, 2)`.
     """
@@ -37,6 +47,7 @@ class EncodedPreference:
     sequences: tuple[TokenIds, ...]
     ranks: tuple[int, ...]
     margin: float | None = None
+    weight: float = field(default=1.0, repr=False)  # the hash of a run's data is that of what is shown
 
     @property
     def is_tie(self) -> bool:
@@ -61,8 +72,8 @@ class PairBatch:
     """N pairs as B distinct sequences; `chosen_N` and `rejected_N` say which row is which side.
 
     A completion that is in several pairs is one row, scored once (Ouyang et al. 2022, section 3.5). `margin_N` is 0
-    where a pair has none. Example: the pairs (a, b) and (a, c) give rows a, b, c; `chosen_N` is [0, 0], `rejected_N` is
-    [1, 2].
+    where a pair has none; `weight_N` is None where all pairs weigh 1. Example: the pairs (a, b) and (a, c) give rows a,
+    b, c; `chosen_N` is [0, 0], `rejected_N` is [1, 2].
     """
 
     ids_BT: torch.Tensor
@@ -71,6 +82,7 @@ class PairBatch:
     rejected_N: torch.Tensor
     margin_N: torch.Tensor
     tie_N: torch.Tensor
+    weight_N: torch.Tensor | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -109,7 +121,16 @@ def collate_pairs(pairs: Sequence[EncodedPreference], pad_id: int) -> PairBatch:
     ids_BT, lengths_B = pad_right(list(rows), pad_id)
     margin_N = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float32)
     tie_N = torch.tensor([pair.is_tie for pair in pairs], dtype=torch.bool)
-    return PairBatch(ids_BT, lengths_B, torch.tensor(chosen), torch.tensor(rejected), margin_N, tie_N)
+    return PairBatch(
+        ids_BT, lengths_B, torch.tensor(chosen), torch.tensor(rejected), margin_N, tie_N, weights_of(pairs)
+    )
+
+
+def weights_of(pairs: Sequence[Weighted]) -> torch.Tensor | None:
+    """weight_N, float32, on the CPU; None if all weigh 1."""
+    if all(pair.weight == 1.0 for pair in pairs):
+        return None
+    return torch.tensor([pair.weight for pair in pairs], dtype=torch.float32)
 
 
 def collate_rankings(rankings: Sequence[EncodedPreference], pad_id: int) -> RankingBatch:
@@ -152,8 +173,8 @@ def encode_preferences(
 
     def encode_item(item: Pair | Ranking) -> EncodedPreference:
         sequences, ranks = encode_sides(item, encode_pair, within)
-        margin = item.margin if isinstance(item, Pair) else None
-        return EncodedPreference(item.prompt.id, tuple(sequences), ranks, margin)
+        margin, weight = (item.margin, item.weight) if isinstance(item, Pair) else (None, 1.0)
+        return EncodedPreference(item.prompt.id, tuple(sequences), ranks, margin, weight)
 
     return usable(items, encode_item, bad, "pairs")
 

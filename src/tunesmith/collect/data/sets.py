@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from tunesmith.base.config.algorithms.dpo import DPOSection
 from tunesmith.base.config.sections import DataSection, DemonstrationsSection, PairsSection, PromptsSection
@@ -40,6 +40,7 @@ from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT", bound=Item)
+PreferenceT = TypeVar("PreferenceT", bound=Judgement | Pair | Ranking)
 
 _NUM_FIRST = 8
 """Prompts that are looked at before a run."""
@@ -126,6 +127,14 @@ class PreferenceSets(Sets[EncodedPreference]):
         for item in self.train:
             for ids in item.sequences:
                 yield LearntSequence(item.prompt_id, ids, (range(len(ids) - 1, len(ids)),))
+
+
+class Weigh(Protocol):
+    """Gives rows to train on a weight in the loss."""
+
+    def __call__(self, rows: list[PreferenceT], /) -> list[PreferenceT]:
+        """The rows in their order, perhaps with the two answers of a pair exchanged."""
+        ...
 
 
 Unit = AnswerPair | AnswerLabel
@@ -260,12 +269,14 @@ def preference_sets(
     *,
     max_length: int | None = None,
     encode: EncodePair | None = None,
+    weigh: Weigh | None = None,
 ) -> PreferenceSets:
     """The preferences of `section`, or those given instead: split by prompt and encoded, by default for a model that is
     trained here.
 
     `max_length` is the limit of a sequence that the model's context imposes, in tokens. Rows are held out of the source
-    only if no held-out rows are given or named. A leak is logged as a warning.
+    only if no held-out rows are given or named. `weigh` is called with the rows to train on. A leak is logged as a
+    warning.
 
     Raises:
         DataError: Bad rows, all named and counted, unless `section.skip_bad`; or no rows left to train on.
@@ -278,6 +289,8 @@ def preference_sets(
 
     sides = _read(section, lambda s, bad: load_preferences(s, section, bad), (given, given_heldout), seed)
     _check_not_empty(sides.rows.train, "pairs", sides.rows.heldout)
+    if weigh is not None:
+        sides = replace(sides, rows=replace(sides.rows, train=weigh(sides.rows.train)))
     if is_listwise:
         sides = replace(sides, rows=sides.encoded(_without_wide_ties))
     encoded, rows = sides.encoded(encoded_rows), sides.rows
@@ -302,6 +315,7 @@ def direct_sets(
     given_heldout: Sequence[JudgementLike] | None = None,
     *,
     max_length: int | None = None,
+    weigh: Weigh | None = None,
 ) -> DirectSets:
     """The preferences of `section`, or those given instead, for the loss of `settings`: split by prompt and encoded.
 
@@ -317,6 +331,8 @@ def direct_sets(
         return [pair for pair in pairs if settings.ties != "drop" or not pair.tie]
 
     sides = _read(section, partial(_load_for, settings, section), (given, given_heldout), seed)
+    if weigh is not None:
+        sides = replace(sides, rows=replace(sides.rows, train=weigh(sides.rows.train)))
     encoded, rows = sides.encoded(encode), sides.rows
     facts = sides.facts(rows)
     num_tied = sum(not isinstance(item, Judgement) and all(pair.tie for pair in pairs_of(item)) for item in rows.train)

@@ -9,8 +9,8 @@ Shape suffixes: N contests, K versions and models, S resamples.
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -45,7 +45,8 @@ _MAX_NUMBERS = 4_000_000
 class Standing:
     """A version or model against the base: `strength` in nats above it, the chance to win against it, and the ends of
     its interval. All four are None, and `note` says why, where no chain of votes connects the two. `num_votes` counts
-    the votes between this one and any other.
+    the votes between this one and any other. `weighed` is the chance to win if votes count by what is known of their
+    raters, None where that is not known.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Standing:
     high: float | None
     num_votes: int
     note: str = ""
+    weighed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,18 @@ class _Table:
     second_N: np.ndarray
     score_N: np.ndarray
     prompt_N: np.ndarray
+    vote_N: np.ndarray
     num_names: int
     num_prompts: int
 
 
-def standings(contests: Sequence[Contest], base: str = "v0", *, num_resamples: int = 200) -> tuple[Standing, ...]:
+def standings(
+    contests: Sequence[Contest],
+    base: str = "v0",
+    *,
+    num_resamples: int = 200,
+    weight_of: Mapping[int, float] | None = None,
+) -> tuple[Standing, ...]:
     """Each name that has votes against another one, and the base: models by name, then versions by number.
 
     Strengths are the mode under a normal prior on each, and on each step from a version to the next: the mean over the
@@ -79,6 +88,9 @@ def standings(contests: Sequence[Contest], base: str = "v0", *, num_resamples: i
     one prompt go together, and the normal approximation at the mode, which stays wide where all of a few votes agree.
     Contests within one version say nothing and are left out; of many names the base and the newest versions are kept
     (`MAX_VERSIONS`).
+
+    `weight_of` has weights of votes by their ids, from -1 to 1; `Standing.weighed` is then the win rate for votes that
+    count by their sizes, whose mean is taken for 1, and the other way if they are negative. A tie weighs 1.
 
     Raises:
         InputError: for a score outside of [0, 1].
@@ -100,6 +112,7 @@ def standings(contests: Sequence[Contest], base: str = "v0", *, num_resamples: i
         tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
         drawn_low_K, drawn_high_K = np.quantile(resampled_SK - resampled_SK[:, [origin]], tails, axis=0)
         low_K, high_K = np.minimum(low_K, drawn_low_K), np.maximum(high_K, drawn_high_K)
+    weighed_K = None if not weight_of else _weighed(table, weight_of, best.prior_KK, origin)
     found: list[Standing] = []
     for place, name in enumerate(names):
         num_votes = round(float(games_KK[place].sum()))
@@ -107,19 +120,33 @@ def standings(contests: Sequence[Contest], base: str = "v0", *, num_resamples: i
             found.append(Standing(name, None, None, None, None, num_votes, NOT_COMPARABLE))
             continue
         win_rate, low, high = (float(_sigmoid(one_K[place])) for one_K in (difference_K, low_K, high_K))
-        found.append(Standing(name, float(difference_K[place]), win_rate, low, high, num_votes))
+        weighed = None if weighed_K is None else float(weighed_K[place])
+        found.append(Standing(name, float(difference_K[place]), win_rate, low, high, num_votes, weighed=weighed))
     return tuple(found)
 
 
-def leaderboard(contests: Sequence[Contest]) -> list[Standing]:
+def _weighed(table: _Table, weight_of: Mapping[int, float], prior_KK: np.ndarray, origin: int) -> np.ndarray:
+    """win_rate_K against the base, by weighed votes."""
+    is_decided_N = table.score_N != 0.5
+    weight_N = np.array([weight_of.get(vote, 1.0) for vote in table.vote_N.tolist()])
+    size = float(np.abs(weight_N[is_decided_N]).mean()) if is_decided_N.any() else 0.0
+    weight_N = np.where(is_decided_N, weight_N / size if size > 0 else 1.0, 1.0)
+    score_N = np.where(weight_N < 0, 1 - table.score_N, table.score_N)
+    wins_KK = _wins(replace(table, score_N=score_N), np.abs(weight_N)[None])[0]
+    strength_K = _fit(wins_KK[None], prior_KK)[0]
+    return _sigmoid(strength_K - strength_K[origin])
+
+
+def leaderboard(contests: Sequence[Contest], weight_of: Mapping[int, float] | None = None) -> list[Standing]:
     """Standings against `v0`, or else against the name with the most votes: the strongest first, then those that cannot
-    be compared. Empty without contests.
+    be compared. Empty without contests. `weight_of` as in `standings`.
     """
     games = Counter(name for one in contests for name in (one.first, one.second))
     if not games:
         return []
     base = "v0" if "v0" in games else min(games, key=lambda name: (-games[name], name))
-    return sorted(standings(contests, base), key=lambda one: math.inf if one.strength is None else -one.strength)
+    found = standings(contests, base, weight_of=weight_of)
+    return sorted(found, key=lambda one: math.inf if one.strength is None else -one.strength)
 
 
 def _number(name: str) -> int | None:
@@ -159,6 +186,7 @@ def _table(contests: Sequence[Contest], names: Sequence[str]) -> _Table:
         second_N=np.array([place[one.second] for one in kept], dtype=np.int64),
         score_N=np.array([one.score for one in kept], dtype=np.float64),
         prompt_N=prompt_N.astype(np.int64),
+        vote_N=np.array([one.vote_id for one in kept], dtype=np.int64),
         num_names=len(names),
         num_prompts=len(prompts),
     )

@@ -224,6 +224,12 @@ class VoteReader(ReadOnlyDatabase):
         moment = or_now(now)
         return self.read(lambda c: vote_stats.vote_stats(c, campaign_id, moment), vote_stats.NO_VOTES)
 
+    def judged_pairs(self, campaign_id: int | None = None, limit: int = 20_000) -> list[vote_stats.JudgedPair]:
+        """The newest `limit` effective votes on pairs of one campaign, or of all, without texts, in the order of their
+        ids.
+        """
+        return self.read(lambda c: vote_stats.judged_pairs(c, campaign_id, limit), [])
+
     def feedback_stats(self) -> list[vote_stats.FeedbackStats]:
         """Effective feedback by metric, and by the version or model that answered; it belongs to no campaign."""
         return self.read(vote_stats.feedback_stats, [])

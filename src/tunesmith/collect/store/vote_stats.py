@@ -137,6 +137,25 @@ class FeedbackStats:
     mean: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class JudgedPair:
+    """An effective vote on a pair, without texts, skips left out. `prefers_first` is whether it takes the answer of the
+    item that is listed first, None for a tie or two bad ones; `gold_is_first` whether that is known to be the better
+    one, None for an item that is no gold item. `side` is that of the answer taken: 1 left, -1 right, 0 if there is none
+    or it is not known. `sources` are the names of what wrote the first and the second answer, "" where it is not known.
+    """
+
+    vote_id: int
+    item_id: int
+    rater_id: int
+    prefers_first: bool | None
+    side: int
+    gold_is_first: bool | None
+    dwell_ms: int | None
+    num_characters: int
+    sources: tuple[str, str]
+
+
 def krippendorff_alpha(units: Sequence[Sequence[Hashable]]) -> Agreement:
     """Krippendorff's alpha for nominal values: 1 is full agreement, 0 is chance level.
 
@@ -351,6 +370,58 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[A
         _length(votes.c.rejected_candidate_id).label("rejected_length"),
     )
     return connection.execute(query.where(votes.c.verdict != "withdrawn")).all()
+
+
+def judged_pairs(connection: Connection, campaign_id: int | None, limit: int) -> list[JudgedPair]:
+    """The newest `limit` votes on pairs, in the order of their ids."""
+    first, second = (_place(position) for position in (0, 1))
+    query = _last_answers(
+        votes,
+        campaign_id,
+        votes.c.id,
+        presentations.c.item_id,
+        presentations.c.rater_id,
+        votes.c.verdict,
+        votes.c.chosen_candidate_id,
+        votes.c.dwell_ms,
+        knows_side().label("knows_side"),
+        items.c.gold_candidate_id,
+        first.c.id.label("first_id"),
+        first.c.source_id.label("first_source"),
+        second.c.source_id.label("second_source"),
+        (func.length(first.c.text) + func.length(second.c.text)).label("num_characters"),
+    )
+    query = query.where(
+        votes.c.verdict.not_in(("skip", "withdrawn")),
+        items.c.kind == "pair",
+        first.c.item_id == items.c.id,
+        second.c.item_id == items.c.id,
+    )
+    rows = connection.execute(query.order_by(votes.c.id.desc()).limit(limit)).all()
+    return [_judged_pair(row) for row in reversed(rows)]
+
+
+def _place(position: int) -> Any:
+    """The candidates that are listed at this position of their items."""
+    columns = item_candidates.c.item_id, candidates.c.id, candidates.c.text, candidates.c.source_id
+    joined = item_candidates.join(candidates, candidates.c.id == item_candidates.c.candidate_id)
+    return select(*columns).select_from(joined).where(item_candidates.c.position == position).subquery()
+
+
+def _judged_pair(row: Any) -> JudgedPair:
+    is_decided = row.verdict in _DECIDED
+    side = (1 if row.verdict in _LEFT else -1) if is_decided and row.knows_side else 0
+    return JudgedPair(
+        vote_id=row.id,
+        item_id=row.item_id,
+        rater_id=row.rater_id,
+        prefers_first=row.chosen_candidate_id == row.first_id if is_decided else None,
+        side=side,
+        gold_is_first=None if row.gold_candidate_id is None else row.gold_candidate_id == row.first_id,
+        dwell_ms=row.dwell_ms,
+        num_characters=row.num_characters,
+        sources=(row.first_source, row.second_source),
+    )
 
 
 def _judgement(vote: Any) -> Hashable:

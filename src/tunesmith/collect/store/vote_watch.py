@@ -26,13 +26,15 @@ _SOURCE = re.compile(r"v\d{1,9}")
 @dataclass(frozen=True, slots=True)
 class Contest:
     """An effective vote between answers of two versions or models: `score` is 1 if `first` won, 0 if it lost, 0.5 for a
-    tie or two bad answers. A version is named `v` and its number. Votes on one prompt depend on each other.
+    tie or two bad answers. A version is named `v` and its number. Votes on one prompt depend on each other. `vote_id`
+    is that of the vote.
     """
 
     first: str
     second: str
     score: float
     prompt_id: int
+    vote_id: int = 0
 
 
 class VoteWatch(ReadOnlyDatabase):
@@ -99,7 +101,7 @@ class VoteWatch(ReadOnlyDatabase):
                 self._contests.pop(row.presentation_id, None)
                 continue
             score = 0.5 if row.verdict in _EVEN else float(row.chosen_candidate_id == row.first_id)
-            self._contests[row.presentation_id] = Contest(first, second, score, row.prompt_id)
+            self._contests[row.presentation_id] = Contest(first, second, score, row.prompt_id, row.id)
         return len(found) == _BATCH
 
 

@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from fastapi import FastAPI, Request
@@ -23,6 +24,7 @@ from tunesmith.base.core.version import __version__
 from tunesmith.collect.store.metric_log import MetricLog
 from tunesmith.collect.store.records import PolicyVersion, Rater
 from tunesmith.collect.store.runs import RunReader
+from tunesmith.collect.store.vote_reader import VoteReader
 from tunesmith.collect.store.vote_watch import VoteWatch
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.collect.web import access, arena_routes, data_routes, job_routes, routes, studio_routes, watch
@@ -37,8 +39,11 @@ from tunesmith.collect.web.proxies import BehindProxy
 from tunesmith.collect.web.services import FAILED, STORE_FAILS, Services, is_set_within, refusal, status_of
 from tunesmith.collect.web.settings import ServerSettings
 from tunesmith.collect.web.studio import Studio
-from tunesmith.collect.web.watch_data import WatchData
+from tunesmith.collect.web.watch_data import Cached, WatchData
 from tunesmith.observe.reports.chart import DARK, LIGHT
+
+if TYPE_CHECKING:
+    from tunesmith.collect.statistics.rater_report import CrowdReport
 
 POLL_S = 0.5
 """Seconds between copies of the trainer's offers."""
@@ -50,6 +55,7 @@ NOTE_S = 60.0
 """Seconds between entries of the audit log on failed logins."""
 
 _OFFERS_PER_BATCH = 200
+_CROWD_S = 5.0  # for how long what is known of the raters is not computed again
 _log = get_logger(__name__)
 
 
@@ -66,7 +72,8 @@ def create_app(
     failures = RateLimits(1 / settings.limits.failure_every_s, settings.limits.failures)
     ended = Ended(settings.folder / ENDED_FILE, time.time())
     logins = Logins(votes.reader, Sessions(read_key(settings.folder), ended), failures)
-    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio, jobs, arena)
+    crowd = Cached(partial(_crowd, votes.reader), max_age_s=_CROWD_S)
+    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), crowd, studio, jobs, arena)
     watched_votes = VoteWatch(settings.votes_place)
     watched = WatchData(MetricLog(settings.folder), runs, watched_votes)
     of_jobs = () if jobs is None else job_routes.RULES
@@ -97,7 +104,7 @@ def create_app(
     app.include_router(watch.router(access.API, lambda: watched))
     for router in () if endpoint is None else api.routers(endpoint):
         app.include_router(router)
-    for router in () if arena is None else arena_routes.routers(arena, watched_votes):
+    for router in () if arena is None else arena_routes.routers(arena, watched_votes, crowd):
         app.include_router(router)
     if studio is not None:
         # Before the pages of runs: `/runs/new` is none of a run.
@@ -166,6 +173,13 @@ async def keep_tidy(services: Services) -> None:
                 await run_in_threadpool(services.votes.note, "refused", refused)
         except TunesmithError as error:
             once.warning(f"what is old cannot be removed, or failed logins not be noted: {error}")
+
+
+def _crowd(reader: VoteReader) -> "CrowdReport":
+    # Imported here because numpy takes 0.1 s to load.
+    from tunesmith.collect.statistics.rater_report import crowd_report
+
+    return crowd_report(reader.judged_pairs())
 
 
 def _templates() -> jinja2.Environment:

@@ -1,8 +1,8 @@
 """Routes of the arena and of the leaderboard."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Annotated
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Path
 from fastapi import Request as HttpRequest
@@ -18,6 +18,9 @@ from tunesmith.collect.web.messages import PassageReply, Reply, Request, VoteReq
 from tunesmith.collect.web.services import Caller, Services, ServicesOf, page
 from tunesmith.collect.web.watch import KEEP_ALIVE_S, event, stream_of
 from tunesmith.collect.web.watch_data import Cached, Json, Standings
+
+if TYPE_CHECKING:
+    from tunesmith.collect.statistics.rater_report import CrowdReport
 
 POLL_S = 0.05
 """Seconds between looks at the answers that are drawn."""
@@ -87,10 +90,11 @@ class ConversationReply(Reply):
     first: int
 
 
-def routers(arena: Arena, votes: VoteWatch) -> list[APIRouter]:
-    """The routers of the pages, of conversations and their answers, and of the leaderboard of
-    `votes`."""
-    return [_pages(Cached(Standings(votes), max_age_s=1.0)), _conversations(arena), _answers(arena)]
+def routers(arena: Arena, votes: VoteWatch, crowd: "Callable[[], CrowdReport]") -> list[APIRouter]:
+    """The routers of the pages, of conversations and their answers, and of the leaderboard of `votes`, whose raters are
+    described by `crowd`.
+    """
+    return [_pages(Cached(Standings(votes, crowd), max_age_s=1.0)), _conversations(arena), _answers(arena)]
 
 
 def _pages(board: Cached[list[Json]]) -> APIRouter:

@@ -1,13 +1,16 @@
 """JSON of requests and replies. Unknown keys of a request are errors."""
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store.records import Answered, ItemKind, Presentation, Progress, Role, Scope, Verdict
 from tunesmith.collect.web.markdown import safe_html
+
+if TYPE_CHECKING:
+    from tunesmith.collect.statistics.rater_report import CrowdReport, RaterReport
 
 MAX_PREFETCH = 20
 MAX_REASON = 2_000
@@ -173,6 +176,38 @@ class RaterReply(Reply):
     is_disabled: bool
     scopes: tuple[Scope, ...] | None = None
     user_of: int | None = None
+
+
+class OwnReply(Reply):
+    """What the caller's votes say of them: in sentences, and as figures, None without votes."""
+
+    words: Sequence[str]
+    report: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, report: "RaterReport | None") -> "OwnReply":
+        """What the report says."""
+        from tunesmith.collect.statistics.rater_words import own_words  # numpy takes 0.1 s to load
+
+        return cls(words=own_words(report), report=None if report is None else report.figures())
+
+
+class CrowdReply(Reply):
+    """The raters of the newest votes, with figures and `notes` of each, the number of votes that prefer an answer, and
+    how many votes without an error would say as much: None where too few can be compared.
+    """
+
+    num_votes: int
+    effective: float | None
+    raters: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, crowd: "CrowdReport") -> "CrowdReply":
+        """What the report says."""
+        from tunesmith.collect.statistics.rater_words import notes
+
+        raters = [{**one.figures(), "notes": notes(one)} for one in crowd.raters.values()]
+        return cls(num_votes=crowd.num_votes, effective=crowd.effective, raters=raters)
 
 
 class InviteReply(Reply):

@@ -19,12 +19,14 @@ from tunesmith.collect.web.messages import (
     MAX_PREFETCH,
     AnsweredReply,
     CommandReply,
+    CrowdReply,
     DemonstrationRequest,
     GuidelinesReply,
     InviteReply,
     JoinReply,
     JoinRequest,
     NextReply,
+    OwnReply,
     PresentationReply,
     RankingRequest,
     RaterReply,
@@ -135,7 +137,7 @@ def sessions() -> APIRouter:
 
 
 def votes() -> APIRouter:
-    """The questions and answers of a rater: `next`, `votes`, `progress`, `guidelines` under `/api/v1`."""
+    """The questions and answers of a rater: `next`, `votes`, `raters/me`, `progress`, `guidelines` under `/api/v1`."""
     routes = APIRouter(prefix=API, tags=["votes"])
 
     @routes.get("/next")
@@ -160,6 +162,11 @@ def votes() -> APIRouter:
         """
         said = services.votes.reader.answered(caller.id, services.campaign().id, count, before)
         return [AnsweredReply.of(one) for one in said]
+
+    @routes.get("/raters/me")
+    def own(caller: Caller, services: ServicesOf) -> OwnReply:
+        """What the votes say of the caller, and of nobody else, as of some seconds ago."""
+        return OwnReply.of(services.crowd().raters.get(caller.id))
 
     @routes.get("/progress")
     def progress(caller: Caller, services: ServicesOf) -> Progress:
@@ -213,7 +220,7 @@ def presentations() -> APIRouter:
 
 
 def administration() -> APIRouter:
-    """Routes for admins under `/api/v1`: `raters`, `versions/{version}/rollback`, `audit`, `stats`."""
+    """Routes for admins under `/api/v1`: raters and their estimates, rollbacks, the audit log, statistics."""
     routes = APIRouter(prefix=API, tags=["admin"])
 
     @routes.get("/raters")
@@ -257,6 +264,11 @@ def administration() -> APIRouter:
     def audit(services: ServicesOf, before: Before = None, limit: Limit = 20) -> list[dict[str, Any]]:
         """The newest entries of the audit log, or those before an entry."""
         return [entry_row(one) for one in services.votes.reader.audit(before, limit)]
+
+    @routes.get("/raters/estimates")
+    def estimates(services: ServicesOf) -> CrowdReply:
+        """How far each rater's votes can be relied on, and what all are worth, as of some seconds ago."""
+        return CrowdReply.of(services.crowd())
 
     @routes.get("/stats")
     def stats(services: ServicesOf) -> VoteStats:

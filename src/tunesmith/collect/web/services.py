@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import jinja2
 from fastapi import Depends, Request
@@ -31,6 +31,9 @@ from tunesmith.collect.web.logins import Logins
 from tunesmith.collect.web.proxies import root_of
 from tunesmith.collect.web.settings import ServerSettings
 from tunesmith.collect.web.studio import Studio
+
+if TYPE_CHECKING:
+    from tunesmith.collect.statistics.rater_report import CrowdReport
 
 STORE_FAILS = "what is stored cannot be used at the moment; try again in a moment"
 """Message in place of the reason, which names files, addresses and users of the database: it is in the log."""
@@ -66,7 +69,8 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
 @dataclass(frozen=True, slots=True)
 class Services:
     """The parts of one app. `votes` is written here; `runs` is read, and its file may not exist yet. `shutdown` is set
-    when the server ends, so that streams return. `studio` has the runs that admins see, if there are any, and `jobs`
+    when the server ends, so that streams return. `crowd` is what the votes say of their raters, computed now and then.
+    `studio` has the runs that admins see, if there are any, and `jobs`
     those that they start. In the `arena` people talk with models. `num_streams` has each rater's open streams.
     """
 
@@ -76,6 +80,7 @@ class Services:
     logins: Logins
     shutdown: asyncio.Event
     templates: jinja2.Environment
+    crowd: "Callable[[], CrowdReport]"
     studio: Studio | None = None
     jobs: Jobs | None = None
     arena: Arena | None = None

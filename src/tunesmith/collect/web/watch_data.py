@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from tunesmith.base.runs.folder import finite
 from tunesmith.collect.store.metric_log import MetricLog
@@ -16,6 +16,9 @@ from tunesmith.collect.store.records import Heartbeat, Metric, PolicyVersion
 from tunesmith.collect.store.runs import RunReader, is_only_tried
 from tunesmith.collect.store.vote_watch import VoteWatch
 from tunesmith.observe.reports.figures import MAIN, PICTURES, REPLY, WAITING, labels
+
+if TYPE_CHECKING:
+    from tunesmith.collect.statistics.rater_report import CrowdReport
 
 MAX_LINES = 8
 """Most lines of one chart, the number of colours; further metrics are in the table only."""
@@ -74,10 +77,13 @@ class Cached(Generic[T]):
 
 
 class Standings:
-    """A function that computes the standings by `votes` again after a new vote between two versions or models."""
+    """A function that computes the standings by `votes` again after a new vote between two versions or models. With
+    `crowd` a leaderboard also has win rates by votes that count by what it says of their raters.
+    """
 
-    def __init__(self, votes: VoteWatch) -> None:
+    def __init__(self, votes: VoteWatch, crowd: "Callable[[], CrowdReport] | None" = None) -> None:
         self._votes = votes
+        self._crowd = crowd
         self._state = -1
         self._found: list[Json] = []
 
@@ -85,10 +91,14 @@ class Standings:
         """All versions and models that votes compare: against `base`, or as a leaderboard, the strongest first."""
         # Imported here because numpy takes 0.1 s to load.
         from tunesmith.collect.statistics.bradley_terry import leaderboard, standings
+        from tunesmith.collect.statistics.rater_report import known_weights
 
         state, contests = self._votes.contests()
         if state != self._state:
-            found = leaderboard(contests) if base is None else standings(contests, base)
+            if base is None:
+                found = leaderboard(contests, known_weights(self._crowd()) if self._crowd else None)
+            else:
+                found = standings(contests, base)
             self._found, self._state = [asdict(one) for one in found], state
         return self._found
 

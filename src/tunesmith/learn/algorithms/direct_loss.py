@@ -23,18 +23,20 @@ class PairLogps:
     """N pairs: log-probs of both sides in nats, summed over the tokens of a completion.
 
     `logp_SN` is the policy's, `reference_SN` the starting model's (None for losses without one), `length_SN` tokens of
-    each completion, `tie_N` true where neither side was preferred (None: nowhere).
+    each completion, `tie_N` true where neither side was preferred (None: nowhere), `weight_N` what multiplies the loss
+    of each pair (None: nothing).
     """
 
     logp_SN: Tensor
     length_SN: Tensor
     reference_SN: Tensor | None = None
     tie_N: Tensor | None = None
+    weight_N: Tensor | None = None
 
     def swapped(self) -> "PairLogps":
         """The pairs with the other side chosen."""
         reference_SN = None if self.reference_SN is None else self.reference_SN.flip(0)
-        return PairLogps(self.logp_SN.flip(0), self.length_SN.flip(0), reference_SN, self.tie_N)
+        return PairLogps(self.logp_SN.flip(0), self.length_SN.flip(0), reference_SN, self.tie_N, self.weight_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +102,12 @@ def paired(pairs: PairLogps, settings: DirectLossSection, *, num_pairs: Denomina
     A tie costs the mean of both orders, half a vote for each side. Under `ties: rao_kupper` a vote is one of three
     outcomes: chosen wins with probability sigmoid(d - log theta), the other with sigmoid(-d - log theta), and a tie has
     what is left, (theta^2 - 1) sigmoid(d - log theta) sigmoid(-d - log theta) (Rao and Kupper 1967; Chen et al. 2024,
-    arXiv 2409.17431); the loss is the negative log-likelihood. The sum over pairs, ties included, is divided by
-    `num_pairs`.
+    arXiv 2409.17431); the loss is the negative log-likelihood. The sum over pairs, ties included, each times its
+    `weight_N`, is divided by `num_pairs`.
     Raises `InputError` if shapes differ or `num_pairs` is not positive.
     """
     check_shapes(logp_SN=pairs.logp_SN, length_SN=pairs.length_SN, reference_SN=pairs.reference_SN)
-    check_shapes(**{"logp_SN[0]": pairs.logp_SN[0], "tie_N": pairs.tie_N})
+    check_shapes(**{"logp_SN[0]": pairs.logp_SN[0], "tie_N": pairs.tie_N, "weight_N": pairs.weight_N})
     check_denominator("num_pairs", num_pairs)
     pairs = _widened(pairs)
     if isinstance(settings, DPOSection) and settings.ties == "rao_kupper":
@@ -114,6 +116,8 @@ def paired(pairs: PairLogps, settings: DirectLossSection, *, num_pairs: Denomina
         loss_N = _loss(pairs, settings)
         if pairs.tie_N is not None:
             loss_N = torch.where(pairs.tie_N, 0.5 * (loss_N + _loss(pairs.swapped(), settings)), loss_N)
+    if pairs.weight_N is not None:
+        loss_N = loss_N * pairs.weight_N.to(loss_N.dtype)
     reward_SN, logp_SN = rewards(pairs, settings).detach(), pairs.logp_SN.detach()
     decided_N = torch.ones_like(loss_N, dtype=torch.bool) if pairs.tie_N is None else ~pairs.tie_N
     return loss_N.sum() / num_pairs, DirectStats(
@@ -202,7 +206,7 @@ def _widened(pairs: PairLogps) -> PairLogps:
     reference_SN = None if pairs.reference_SN is None else _wide(pairs.reference_SN).detach()
     tie_N = None if pairs.tie_N is None else pairs.tie_N.bool()
     logp_SN = _wide(pairs.logp_SN)
-    return PairLogps(logp_SN, pairs.length_SN.to(logp_SN.dtype).clamp(min=1), reference_SN, tie_N)
+    return PairLogps(logp_SN, pairs.length_SN.to(logp_SN.dtype).clamp(min=1), reference_SN, tie_N, pairs.weight_N)
 
 
 def _wide(tensor: Tensor) -> Tensor:

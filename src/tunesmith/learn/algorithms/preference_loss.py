@@ -80,7 +80,7 @@ def bradley_terry(
     included, each with its weight, is divided by `num_pairs`.
     Raises `InputError` if shapes differ or `num_pairs` is not positive.
     """
-    check_shapes(chosen_B=chosen_B, rejected_B=rejected_B, margin_B=margin_B, tie_B=tie_B)
+    check_shapes(chosen_B=chosen_B, rejected_B=rejected_B, margin_B=margin_B, tie_B=tie_B, weight_B=weight_B)
     check_denominator("num_pairs", num_pairs)
     every_B = torch.ones_like(chosen_B, dtype=torch.bool)
     decided_B = every_B if tie_B is None else ~tie_B.bool()

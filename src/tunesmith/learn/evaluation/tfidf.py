@@ -91,30 +91,47 @@ class TextBradleyTerry:
     weight_F: torch.Tensor
 
     @classmethod
-    def fitted(cls, pairs: Sequence[TextPair], *, l2: float = 3.0) -> "TextBradleyTerry":
-        """The model of `pairs`, of one at least."""
+    def fitted(
+        cls, pairs: Sequence[TextPair], *, l2: float = 3.0, weights: Sequence[float] | None = None
+    ) -> "TextBradleyTerry":
+        """The model of `pairs`, of one at least. With `weights` each pair counts so often."""
         vectorizer = Vectorizer.fitted([text for pair in pairs for text in (pair.better, pair.worse)])
         sign_N = torch.ones(len(pairs), dtype=torch.float64)
-        return cls(vectorizer, fit_logistic(_differences(vectorizer, pairs), sign_N, l2=l2))
+        weight_N = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+        return cls(vectorizer, fit_logistic(_differences(vectorizer, pairs), sign_N, l2=l2, weight_N=weight_N))
 
     def margins(self, pairs: Sequence[TextPair]) -> np.ndarray:
         """Reward of the better minus reward of the worse answer, [N]."""
         return _product(_differences(self.vectorizer, pairs), self.weight_F).numpy()
 
 
-def fit_logistic(rows_NF: torch.Tensor, sign_N: torch.Tensor, *, l2: float = 1.0) -> torch.Tensor:
+def pair_rows(pairs: Sequence[TextPair]) -> torch.Tensor:
+    """Sparse [N, F]: the features of the better less those of the worse answer, of all pairs together."""
+    return _differences(Vectorizer.fitted([text for pair in pairs for text in (pair.better, pair.worse)]), pairs)
+
+
+def fit_logistic(
+    rows_NF: torch.Tensor,
+    sign_N: torch.Tensor,
+    *,
+    l2: float = 1.0,
+    weight_N: torch.Tensor | None = None,
+    max_iter: int = 1000,
+) -> torch.Tensor:
     """The minimum over weights, [F], of sum ln(1 + exp(-sign * row @ weights)) + l2 / 2 * |weights|^2, by L-BFGS.
 
-    `rows_NF` may be sparse. For `l2` above 0 the minimum is unique.
+    `rows_NF` may be sparse. For `l2` above 0 the minimum is unique. With `weight_N` each row counts so often.
     """
     weight_F = torch.zeros(rows_NF.shape[1], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
-        [weight_F], max_iter=1000, tolerance_grad=1e-8, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+        [weight_F], max_iter=max_iter, tolerance_grad=1e-8, tolerance_change=1e-14, line_search_fn="strong_wolfe"
     )
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = softplus(-sign_N * _product(rows_NF, weight_F)).sum() + l2 / 2 * weight_F.square().sum()
+        loss_N = softplus(-sign_N * _product(rows_NF, weight_F))
+        loss_N = loss_N if weight_N is None else loss_N * weight_N
+        loss = loss_N.sum() + l2 / 2 * weight_F.square().sum()
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
         return loss
 

@@ -21,6 +21,7 @@ from tunesmith.base.runs.environment import rss_gb
 from tunesmith.base.runs.folder import PLACES
 from tunesmith.collect.data import sets
 from tunesmith.collect.data.prompts import PromptLike
+from tunesmith.collect.statistics.rater_report import crowd_report, known_weights
 from tunesmith.collect.store.records import Command, Deleted
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.language_model import model_of_recipe
@@ -40,7 +41,7 @@ from tunesmith.learn.live.selection import Selection
 from tunesmith.learn.live.timing import announce_update
 from tunesmith.learn.live.versions import CheckResult, Position, Versions, check
 from tunesmith.learn.live.vote_dpo import NUM_STEPS, VoteDPO
-from tunesmith.learn.live.votes import VotedPair, VoteMemory
+from tunesmith.learn.live.votes import VotedPair, VoteMemory, weighed
 from tunesmith.learn.trainers import setup
 from tunesmith.learn.trainers.api import Metrics, StepResult
 from tunesmith.learn.trainers.metrics import update_metrics
@@ -348,14 +349,21 @@ class Loop:
         old = self.regenerated.replay(round(share * len(regenerated)), seed, [-pair.vote_id for pair in regenerated])
         pairs += [*regenerated, *old]
         if self.reward is None:
-            steps = self.preference_steps([*votes, *pairs], self.learner.weighed(single), seed)
+            steps = self.preference_steps([*self.weigh(votes), *pairs], self.learner.weighed(single), seed)
         else:
-            steps = self.reward.steps(votes, seed, self.position.num_steps, self.progress)
+            steps = self.reward.steps(votes, seed, self.position.num_steps, self.progress, self.weigh)
         results: list[StepResult] = []
         for result in steps:
             self.position.num_steps += 1
             results += [] if result.report is None else [result]  # None: all rewards of each group were equal
         return results
+
+    def weigh(self, votes: Sequence[VotedPair]) -> list[VotedPair]:
+        """The votes, by what all that were read say of their raters, if `live.raters` asks for it."""
+        if self.cfg.live.raters == "equal":
+            return list(votes)
+        judged = [one for one in self.folder.votes.judged_pairs() if one.vote_id <= self.position.vote_cursor]
+        return weighed(votes, known_weights(crowd_report(judged)))
 
     def preference_steps(
         self, votes: Sequence[VotedPair], labels: Sequence[LabelledAnswer], seed: int

@@ -59,13 +59,19 @@ class RewardUpdate:
         self.kl = kl.Controller(control.coef, control.target, control.horizon)
 
     def steps(
-        self, votes: Sequence[VotedPair], seed: int, first_step: int, progress: Callable[[str], None]
+        self,
+        votes: Sequence[VotedPair],
+        seed: int,
+        first_step: int,
+        progress: Callable[[str], None],
+        weigh: Callable[[Sequence[VotedPair]], list[VotedPair]] = list,
     ) -> Iterator[StepResult]:
         """Train the reward model on `votes`, then make the policy's steps, and yield the result of each.
 
         `first_step` counts the policy's steps so far; `progress` is called with a state before each step of either.
+        `weigh` gives votes their weights.
         """
-        accuracy = self.learn_rewards(votes, seed, progress)
+        accuracy = self.learn_rewards(votes, seed, progress, weigh)
         tokenizer, num_prompts = self.learner.tokenizer, self.cfg.rollout.prompts_per_step
         pessimism = self.cfg.reward_model.pessimism
         model = ModelReward(self.reward.model, "votes", policy_tokenizer=tokenizer, pessimism=pessimism)
@@ -78,11 +84,18 @@ class RewardUpdate:
             result.metrics["reward_model/accuracy"] = accuracy
             yield result
 
-    def learn_rewards(self, votes: Sequence[VotedPair], seed: int, progress: Callable[[str], None]) -> float:
+    def learn_rewards(
+        self,
+        votes: Sequence[VotedPair],
+        seed: int,
+        progress: Callable[[str], None],
+        weigh: Callable[[Sequence[VotedPair]], list[VotedPair]] = list,
+    ) -> float:
         """Train the reward model; returns its accuracy on the votes, each measured before its step."""
         section = self.cfg.reward_model
         if self.is_first:
             votes, self.is_first = [*self.memory.learnt.values()], False
+        votes = weigh(votes)
         stop_ids = stop_token_ids(self.learner.policy.module, self.learner.tokenizer)
         end_ids = [end_token_id(self.learner.tokenizer, is_conversational=is_turn) for is_turn in (False, True)]
 
@@ -122,4 +135,5 @@ def encode_pair(vote: VotedPair, stop_ids: Sequence[int], end_id: int | None) ->
         (*one.prompt_ids, *one.completion_ids, *(() if one.completion_ids[-1] in (*stop_ids, *end) else end))
         for one in vote.answers
     )
-    return EncodedPreference(str(vote.prompt.content), (chosen, rejected), (1, 1 if vote.tie else 2))
+    ranks = (1, 1 if vote.tie else 2)
+    return EncodedPreference(str(vote.prompt.content), (chosen, rejected), ranks, weight=vote.weight)

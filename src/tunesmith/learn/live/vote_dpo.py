@@ -26,6 +26,7 @@ from tunesmith.collect.data.answers import (
     collate_answers,
     with_mismatched,
 )
+from tunesmith.collect.data.collate import weights_of
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
@@ -48,12 +49,15 @@ NUM_STEPS = 10**9
 
 @dataclass(frozen=True, slots=True)
 class VoteBatch:
-    """The answers of some votes, their log-probs under the reference, and the two answers of each vote."""
+    """The answers of some votes, their log-probs under the reference, and the two answers of each vote. `weight_N` is
+    None where all weigh 1.
+    """
 
     answers: AnswerBatch
     reference_logp_BT: torch.Tensor
     answer_SN: torch.Tensor
     tie_N: torch.Tensor
+    weight_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,9 @@ class VoteDPO(PolicyWithKL):
         row_A = torch.argsort(batch.answer_B)
         logp_A, reference_logp_A = scores.logp_BT.sum(dim=1)[row_A], reference_logp_BT.sum(dim=1)[row_A]
         answer_SN = sent.answer_SN
-        logps = PairLogps(logp_A[answer_SN], length_B[row_A][answer_SN], reference_logp_A[answer_SN], sent.tie_N)
+        logps = PairLogps(
+            logp_A[answer_SN], length_B[row_A][answer_SN], reference_logp_A[answer_SN], sent.tie_N, sent.weight_N
+        )
         loss, stats = direct_loss.paired(logps, self.cfg, num_pairs=num_votes)
         if self.kl.value > 0:
             nats_A = kl.penalty("k1", scores.logp_BT, reference_logp_BT, batch.mask_BT).sum(dim=1)[row_A]
@@ -201,7 +207,8 @@ class VoteDPO(PolicyWithKL):
         """The votes as CPU tensors, each distinct answer once."""
         table = AnswerTable()
         pairs = [(table.place(vote.chosen), table.place(vote.rejected)) for vote in votes]
-        return VoteBatch(*self.batch_of(table), torch.tensor(pairs).T, torch.tensor([vote.tie for vote in votes]))
+        tie_N = torch.tensor([vote.tie for vote in votes])
+        return VoteBatch(*self.batch_of(table), torch.tensor(pairs).T, tie_N, weights_of(votes))
 
     def batch_of(self, table: AnswerTable) -> tuple[AnswerBatch, torch.Tensor]:
         """The answers as CPU tensors, and their log-probs under the reference."""

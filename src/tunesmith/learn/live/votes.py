@@ -1,7 +1,7 @@
 """Votes as token ids: new ones, those learnt from, and those on held-out prompts."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from tunesmith.base.core.errors import DataError
@@ -26,6 +26,7 @@ class VotedPair:
     """A vote as token ids. With `tie` the order of the answers has no meaning. `created_at` in seconds (UTC).
 
     `sources` are the versions that wrote the chosen and the rejected answer (`v12`; `v0` is the base model), if known.
+    `weight` multiplies the loss.
     """
 
     vote_id: int
@@ -37,6 +38,7 @@ class VotedPair:
     created_at: float
     texts: tuple[str, str]
     sources: tuple[str, str] = ("", "")
+    weight: float = 1.0
 
     @property
     def answers(self) -> tuple[Answer, Answer]:
@@ -46,6 +48,24 @@ class VotedPair:
     def as_pair(self) -> Pair:
         """The vote as text."""
         return Pair(self.prompt, self.texts[0], self.texts[1], tie=self.tie)
+
+
+def weighed(votes: Sequence[VotedPair], weight_of: Mapping[int, float]) -> list[VotedPair]:
+    """The votes with weights by their ids, from -1 to 1, whose sizes have the mean 1; the answers of one with a
+    negative weight are exchanged. Ties and votes without a weight weigh 1.
+    """
+    known = {vote.vote_id: weight_of[vote.vote_id] for vote in votes if not vote.tie and vote.vote_id in weight_of}
+    size = sum(map(abs, known.values())) / len(known) if known else 0.0
+    if size == 0:
+        return list(votes)
+    return [_with_weight(vote, known[vote.vote_id] / size) if vote.vote_id in known else vote for vote in votes]
+
+
+def _with_weight(vote: VotedPair, weight: float) -> VotedPair:
+    if weight >= 0:
+        return replace(vote, weight=weight)
+    sides = {"chosen": vote.rejected, "rejected": vote.chosen, "texts": vote.texts[::-1], "sources": vote.sources[::-1]}
+    return replace(vote, weight=-weight, **sides)
 
 
 JudgedT = TypeVar("JudgedT")

@@ -19,6 +19,7 @@ from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import Groups, items_at, steps_of_epochs
 from tunesmith.base.core.trace import span
 from tunesmith.collect.data.answers import Answer, AnswerLabel, AnswerPair, collate_answers, in_order
+from tunesmith.collect.data.collate import weights_of
 from tunesmith.collect.data.sets import DirectSets, Unit, direct_sets
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.distributed.ranks import gathered, share_of
@@ -39,6 +40,7 @@ from tunesmith.learn.trainers.api import Inputs, Metrics, PolicyParts, StepResul
 from tunesmith.learn.trainers.estimate import Estimate, training_estimate
 from tunesmith.learn.trainers.metrics import update_metrics
 from tunesmith.learn.trainers.passes import accumulate
+from tunesmith.learn.trainers.rater_weights import votes_of_raters
 from tunesmith.learn.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.learn.trainers.session import Session
 from tunesmith.learn.trainers.work import Rows, RunWork, Work
@@ -131,15 +133,27 @@ class DPO(PolicyParts):
             answer_B = torch.tensor([label.answer for label in labels], device=self.length_A.device)
             wanted_B = torch.tensor([label.is_wanted for label in labels], device=self.length_A.device)
             return direct_loss.kto(
-                logp_A[answer_B], reference_A[answer_B], wanted_B, cfg, kl=kl, num_completions=num_units
+                logp_A[answer_B],
+                reference_A[answer_B],
+                wanted_B,
+                cfg,
+                kl=kl,
+                num_completions=num_units,
+                weight_B=self.weights_of(labels),
             )
         pairs = [unit for unit in units if isinstance(unit, AnswerPair)]
         answer_SN = torch.tensor([[p.chosen for p in pairs], [p.rejected for p in pairs]], device=self.length_A.device)
         reference_SN = None if reference_A is None else reference_A[answer_SN]
         has_ties = any(pair.tie for pair in pairs)
         tie_N = torch.tensor([pair.tie for pair in pairs], device=self.length_A.device) if has_ties else None
-        logps = PairLogps(logp_A[answer_SN], self.length_A[answer_SN], reference_SN, tie_N)
+        weight_N = self.weights_of(pairs)
+        logps = PairLogps(logp_A[answer_SN], self.length_A[answer_SN], reference_SN, tie_N, weight_N)
         return direct_loss.paired(logps, cfg, num_pairs=num_units)
+
+    def weights_of(self, units: Sequence[Unit]) -> torch.Tensor | None:
+        """weight_N on the device of the policy; None if all weigh 1."""
+        weight_N = weights_of(units)
+        return None if weight_N is None else weight_N.to(self.length_A.device)
 
     def reference_logps(self, units: Sequence[Unit]) -> torch.Tensor | None:
         """Log-probs of the answers of `units` under the reference, by index; None if the loss has no reference."""
@@ -191,6 +205,7 @@ class DPOTask:
     def __init__(self, cfg: DPORecipe, inputs: Inputs, device: torch.device) -> None:
         self.cfg = cfg
         self.loaded = load_policy(cfg.model, device=device)
+        self.raters = votes_of_raters(cfg.pairs)
         self.data = direct_sets(
             cfg.pairs,
             self.loaded.tokenizer,
@@ -199,6 +214,7 @@ class DPOTask:
             inputs.pairs,
             inputs.heldout_pairs,
             max_length=context_length(self.loaded.model),
+            weigh=self.raters,
         )
         check_labels(self.data, cfg.dpo)
         self.prompts = Groups(self.data.answers[unit.answers[0]].prompt_ids for unit in self.data.train)
@@ -227,6 +243,8 @@ class DPOTask:
             "the model": fingerprint_of_tensors(learner.policy.module),
             "the pairs": fingerprint_of_rows([*self.data.answers, *self.data.train, *self.data.heldout]),
         }
+        if self.raters is not None:
+            identity["the weights of the votes"] = fingerprint_of_rows(unit.weight for unit in self.data.train)
         if self.cfg.dpo.needs_reference and not self.is_live:
             units = [*self.data.train, *self.data.heldout]
             used = in_order(self.data.answers, chain(indices_of(units), mismatched_of(units)))
@@ -305,7 +323,8 @@ class DPOTask:
         names = ("loss", "rewards/accuracies", "rewards/margins")
         figures = {name: last[name] for name in (*names, *(f"eval/{n}" for n in (*names, "num_pairs"))) if name in last}
         sizes = {"steps": len(session.metrics), "num_pairs": len(self.data.train), "num_ties": self.data.num_ties}
-        return {**sizes, "refused_steps": session.num_refused, **figures}
+        raters = {} if self.raters is None else self.raters.facts
+        return {**sizes, **raters, "refused_steps": session.num_refused, **figures}
 
 
 def check_labels(data: DirectSets, cfg: DPOSection) -> None:

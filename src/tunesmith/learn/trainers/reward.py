@@ -49,6 +49,7 @@ from tunesmith.learn.trainers.api import Inputs, Metrics, StepResult
 from tunesmith.learn.trainers.estimate import Estimate, training_estimate
 from tunesmith.learn.trainers.metrics import update_metrics
 from tunesmith.learn.trainers.passes import accumulate
+from tunesmith.learn.trainers.rater_weights import votes_of_raters
 from tunesmith.learn.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.learn.trainers.session import Session
 from tunesmith.learn.trainers.work import Rows, RunWork, Work
@@ -118,7 +119,15 @@ class Reward:
         reward_B = self.model(batch.ids_BT, batch.lengths_B)
         chosen_N, rejected_N = reward_B[batch.chosen_N], reward_B[batch.rejected_N]
         margin_N = batch.margin_N if with_margin else None
-        return bradley_terry(chosen_N, rejected_N, margin_N, batch.tie_N, num_pairs=num_items, center_coef=center_coef)
+        return bradley_terry(
+            chosen_N,
+            rejected_N,
+            margin_N,
+            batch.tie_N,
+            num_pairs=num_items,
+            center_coef=center_coef,
+            weight_B=batch.weight_N,
+        )
 
     def loss_of_heads(
         self,
@@ -155,7 +164,7 @@ class Reward:
                 batch.tie_N,
                 num_pairs=num_items,
                 center_coef=center_coef,
-                weight_B=weight_N,
+                weight_B=_product(weight_N, batch.weight_N),
             ),
         )
 
@@ -192,6 +201,7 @@ class RewardTask:
         keep_lower_layers(self.model.model, cfg.reward_model.num_layers)
         freeze_lower_layers(self.model.model, cfg.model.num_trainable_layers)
         self.model.model.score.requires_grad_(True)
+        self.raters = votes_of_raters(cfg.pairs)
         self.data = preference_sets(
             cfg.pairs,
             self.model.tokenizer,
@@ -200,6 +210,7 @@ class RewardTask:
             cast(Sequence[PreferenceLike] | None, inputs.heldout_pairs),
             max_length=context_length(self.model.model),
             encode=self.model.encode,
+            weigh=self.raters,
         )
         self.prompts = Groups(self.data.train_prompts[pair.prompt_id] for pair in self.data.train)
         section = cfg.reward_model
@@ -216,11 +227,14 @@ class RewardTask:
         return Reward(self.cfg.reward_model, self.model, optimizer, as_rankings, self.cfg.run.seed, prompts)
 
     def prepare(self, learner: Reward, progress: bool) -> dict[str, str]:
-        """Hashes of the model and of the pairs."""
-        return {
+        """Hashes of the model, of the pairs, and of their weights if they are estimated."""
+        identity = {
             "the model": fingerprint_of_tensors(learner.model),
             "the pairs": fingerprint_of_rows([*self.data.train, *self.data.heldout]),
         }
+        if self.raters is not None:
+            identity["the weights of the votes"] = fingerprint_of_rows(pair.weight for pair in self.data.train)
+        return identity
 
     def estimate(self) -> Estimate:
         """Memory and work of a run. A completion of several pairs is computed, and counted, once."""
@@ -284,6 +298,7 @@ class RewardTask:
             "num_ties": sum(not item.decided for item in (*self.data.train, *self.data.heldout)),
             "refused_steps": session.num_refused,
             **{name: last[name] for name in names if name in last},
+            **({} if self.raters is None else self.raters.facts),
             **({} if known is None else {"num_heads": learner.model.num_heads, "spread": known.mean}),
         }
         heldout = decided_pairs(self.data.heldout, self.data.heldout_prompts)
@@ -301,3 +316,10 @@ def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of tokens at the beginning of both."""
     differences = (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differences, min(len(first), len(second)))
+
+
+def _product(first_N: torch.Tensor | None, second_N: torch.Tensor | None) -> torch.Tensor | None:
+    """Weights by both; None: all weigh 1."""
+    if first_N is None or second_N is None:
+        return second_N if first_N is None else first_N
+    return first_N * second_N

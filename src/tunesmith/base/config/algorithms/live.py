@@ -194,6 +194,8 @@ class LiveSection(Section):
     """URL of the PostgreSQL database that has the votes, without a password; null: votes.db in the folder."""
     update: Literal["dpo", "ppo", "grpo"] = "dpo"
     """Online DPO; or a reward model that learns from the votes, and steps of PPO or GRPO against it."""
+    raters: Literal["equal", "estimated"] = "equal"
+    """Votes count the same whoever gave them, or by what all votes say of their raters, gold items included."""
     votes_per_update: PositiveInt = 32
     """New votes that start an update."""
     update_after_s: Positive = 30.0

@@ -8,15 +8,20 @@ const percent = (value) => (value === null || value === undefined ? "" : `${Math
 const ENTRIES = 20;
 
 async function refresh() {
-  const [raters, stats, entries] = await Promise.all([call("GET", "raters"), call("GET", "stats"), call("GET", `audit?limit=${ENTRIES}`)]);
+  const [raters, stats, crowd, entries] = await Promise.all([call("GET", "raters"), call("GET", "stats"), call("GET", "raters/estimates"), call("GET", `audit?limit=${ENTRIES}`)]);
   showEntries(entries, []);
+  const estimates = new Map(crowd.raters.map((one) => [one.rater_id, one]));
   const byId = new Map(stats.raters.map((one) => [one.rater_id, one]));
   const users = Map.groupBy(raters.filter((rater) => rater.user_of !== null), (rater) => rater.user_of);
   const rows = raters.filter((rater) => rater.user_of === null).flatMap((rater) => {
     const own = users.get(rater.id) ?? [];
-    return [row(rater, byId.get(rater.id)), ...(own.length ? [usersRow(rater, own, byId)] : [])];
+    return [row(rater, byId.get(rater.id), estimates.get(rater.id)), ...(own.length ? [usersRow(rater, own, byId)] : [])];
   });
   $("rows").replaceChildren(...rows);
+  $("worth").textContent =
+    crowd.effective === null
+      ? "What votes are worth: too few of them can be compared, on pairs with several votes or known answers."
+      : `The newest ${crowd.num_votes} votes that prefer an answer say as much as ${Math.round(crowd.effective)} without an error.`;
   const { alpha } = stats;
   $("agreement").textContent =
     alpha.value === null
@@ -46,12 +51,17 @@ function roleOf({ role, scopes }) {
 function usersRow(key, users, byId) {
   const num = users.reduce((sum, { id }) => sum + (byId.get(id)?.num_votes ?? 0), 0);
   const count = users.length === 1 ? "1 user" : `${users.length} users`;
-  const cells = [`${count} of the key ${key.name}`, "", num, "", "", key.is_disabled ? "ended" : "that of the key"];
+  const cells = [`${count} of the key ${key.name}`, "", num, "", "", "", "", "", key.is_disabled ? "ended" : "that of the key"];
   return html("tr", {}, ...cells.map((text) => html("td", {}, text)));
 }
 
-function row(rater, stats) {
-  const cells = [rater.name, roleOf(rater), stats?.num_votes ?? 0, percent(stats?.left.share), percent(stats?.gold_accuracy)];
+/** A share with its interval. */
+const range = (share) => (share ? `${percent(share.value)} (${percent(share.low)} to ${percent(share.high)})` : "");
+
+function row(rater, stats, estimate) {
+  const worth = estimate?.effective?.toFixed(0) ?? "";
+  const known = [range(estimate?.reliability), worth, estimate?.notes.join("; ") ?? ""];
+  const cells = [rater.name, roleOf(rater), stats?.num_votes ?? 0, percent(stats?.left.share), percent(stats?.gold_accuracy), ...known];
   const button = html("button", { type: "button", "aria-label": `End the access of ${rater.name}` }, "End access");
   button.addEventListener("click", () => end(rater));
   return html("tr", {}, ...cells.map((text) => html("td", {}, text)), html("td", {}, rater.is_disabled ? "ended" : button));

@@ -154,6 +154,14 @@ document.addEventListener("keydown", (event) => {
   if (!event.target.matches("input, textarea, select")) controlOfKey(event)?.click();
 });
 
+/** What the server understands of this rater's votes, if it answers. */
+async function showMine() {
+  const { words } = await call("GET", "raters/me");
+  $("mine-words").replaceChildren(...words.map((text) => html("p", {}, text)));
+  $("mine").hidden = false;
+}
+
 await outbox.adopt();
 outbox.send();
 show();
+showMine().catch(() => {}); // the votes themselves say what is wrong
