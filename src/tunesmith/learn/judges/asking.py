@@ -60,7 +60,10 @@ class Asker(Protocol):
         ...
 
     def ask(self, questions: Sequence[Question], seed: int) -> list[Reply]:
-        """The replies to questions with the same labels, in order. Raises AwayError, RefusedError, FatalError; InputError for what cannot be asked."""
+        """The replies to questions with the same labels, in order.
+
+        Raises AwayError, RefusedError or FatalError, and InputError for what can never be asked.
+        """
         ...
 
     def abort(self) -> None:

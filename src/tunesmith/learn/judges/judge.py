@@ -127,18 +127,23 @@ class Judge:
         self.settings = settings
         self.answers = Answers(Path(settings.answers).expanduser())
         self._asker = asker
+        self._slots = threading.Semaphore(asker.num_threads)
 
     @property
     def name(self) -> str:
-        """The model's name."""
+        """The model's name. Raises InputError if its server does not tell it."""
+        self._model()
         return self._asker.name
 
     @property
     def identity(self) -> str:
-        """A short hash of what its verdicts depend on: model, rubric, mode, options. The cost, for example, is none."""
+        """A short hash of what its verdicts depend on: model, rubric, mode, options; not of what it may cost.
+
+        Raises InputError if its server does not tell the model.
+        """
         names = ("rubric", "mode", "scale", "explain", "answer_tokens", "temperature", "seed", "options", "tries")
         given = {name: getattr(self.settings, name) for name in names}
-        whole = encode_json({"model": self._asker.identity, **given})
+        whole = encode_json({"model": self._model(), **given})
         return hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
     @property
@@ -147,7 +152,12 @@ class Judge:
         return f"judge {self.name[-150:]} {self.identity[:8]}"
 
     def pairs(self, given: Sequence[PairText]) -> list[PairVerdict | Unjudged]:
-        """The verdict on each pair. The judge is asked twice, with either answer first."""
+        """The verdict on each pair. The judge is asked twice, with either answer first; of equal answers it is not."""
+        differing = [place for place, pair in enumerate(given) if pair.a.strip() != pair.b.strip()]
+        found = dict(zip(differing, self._compared([given[place] for place in differing]), strict=True))
+        return [found.get(place, PairVerdict("tie", order_decided=False)) for place in range(len(given))]
+
+    def _compared(self, given: Sequence[PairText]) -> list[PairVerdict | Unjudged]:
         questions: list[Question] = []
         for pair in given:
             questions.append(pair_question(self.settings, pair.prompt, pair.a, pair.b, pair.where))
@@ -195,9 +205,7 @@ class Judge:
         }
 
     def _read(self, questions: Sequence[Question], read: Callable[[str], T | None]) -> "list[_Said[T] | Unjudged]":
-        """What `read` finds in the answer to each question. Where it finds nothing, another one is asked for, with another
-        seed.
-        """
+        """What `read` finds in the answer to each question. Where it is nothing, it asks again, with another seed."""
         found: dict[int, _Said[T] | Unjudged] = {}
         left = list(range(len(questions)))
         shared = _Round()
@@ -222,13 +230,19 @@ class Judge:
         """The answer to each question: from the file, or of the model. Equal questions are asked once."""
         identity = self._asker_identity()
         if isinstance(identity, Unjudged):
-            return [identity] * len(questions)
+            return [identity for _ in questions]
         keys = [question.key(identity, self.settings, seed) for question in questions]
         known: dict[str, str | Unjudged] = {**self.answers.found(list(dict.fromkeys(keys)))}
         missing = {key: question for key, question in zip(keys, questions, strict=True) if key not in known}
         if missing:
             known |= self._asked(missing, seed, shared)
         return [known[key] for key in keys]
+
+    def _model(self) -> str:
+        found = self._asker_identity()
+        if isinstance(found, Unjudged):
+            raise InputError(f"the judge cannot be asked: {found.message}")
+        return found
 
     def _asker_identity(self) -> "str | Unjudged":
         """The model's identity, for which a server is asked, and waited for."""
@@ -307,7 +321,8 @@ class Judge:
     def _answer(self, asked: Mapping[Ticket, Question], seed: int) -> "dict[str, str | Unjudged]":
         """The answers of one request, stored. Errors as those of `Asker.ask`."""
         try:
-            replies: Sequence[Reply] = self._asker.ask(list(asked.values()), seed)
+            with self._slots:
+                replies: Sequence[Reply] = self._asker.ask(list(asked.values()), seed)
         except (AwayError, RefusedError, FatalError) as error:
             is_refused = not isinstance(error, AwayError) or error.is_refused
             for ticket in asked:
