@@ -16,7 +16,14 @@ _PIECE = 1 << 16
 
 
 class LostError(Exception):
-    """A request got no whole answer: the server is away, closed the connection, or took too long."""
+    """A request got no whole answer: the server is away, closed the connection, or took too long.
+
+    `was_sent` is False if there was no connection, so that the server saw nothing of it.
+    """
+
+    def __init__(self, message: str, *, was_sent: bool = True) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +75,9 @@ class HTTPClient:
                 raw.decode("utf-8", "replace"),
             )
         except TimeoutError as error:
-            raise LostError(f"no answer in {self._timeout_s:g} s") from error
+            raise LostError(f"no answer in {self._timeout_s:g} s", was_sent=held is not None) from error
         except (OSError, HTTPException, UnicodeError) as error:
-            raise LostError(str(error) or type(error).__name__) from error
+            raise LostError(str(error) or type(error).__name__, was_sent=held is not None) from error
         finally:
             if held is not None:
                 self._open.discard(held)

@@ -60,8 +60,8 @@ class JudgedPairs:
 def agreement_with(
     verdicts: Mapping[int, PairVerdict], votes: Sequence[tuple[int, bool]], prompts: Mapping[int, Text], source: str
 ) -> PeopleAgreement | None:
-    """How often a judge prefers what people did: `verdicts` and `prompts` by pair, `votes` are (pair, whether its answer
-    `a` was preferred). None if no pair has both.
+    """How often a judge prefers what people did. `verdicts` and `prompts` are by pair, `votes` are (pair, whether its
+    answer `a` was preferred). None if no pair has both.
 
     Votes on one prompt are one cluster: they depend on each other.
     """

@@ -146,6 +146,12 @@ class Answers:
         with self._transaction() as connection:
             self._settle(connection, ticket, state, used)
 
+    def take_back(self, ticket: Ticket) -> None:
+        """Strike out a request that no server saw: there was no connection."""
+        with self._transaction() as connection:
+            self._settle(connection, ticket, "not sent", 0)
+            connection.execute("UPDATE costs SET num_requests = num_requests - 1")
+
     @property
     def costs(self) -> Costs:
         """What all requests cost so far, those that run included."""

@@ -10,11 +10,13 @@ from tunesmith.learn.judges.rubric import Question
 class AwayError(Exception):
     """A server did what may pass: it is away, late, overloaded, or answered what it was not asked.
 
-    `is_refused`: it said that it did not do what it was asked. `wait_s`: it asks to wait for as long.
+    `was_sent` is False if it saw nothing of the request. `is_refused`: it said that it did not do what it was asked.
+    `wait_s`: it asks to wait for as long.
     """
 
-    def __init__(self, message: str, *, is_refused: bool = False, wait_s: float = 0.0) -> None:
+    def __init__(self, message: str, *, was_sent: bool = True, is_refused: bool = False, wait_s: float = 0.0) -> None:
         super().__init__(message)
+        self.was_sent = was_sent
         self.is_refused = is_refused
         self.wait_s = wait_s
 

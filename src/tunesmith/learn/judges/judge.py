@@ -324,9 +324,11 @@ class Judge:
             with self._slots:
                 replies: Sequence[Reply] = self._asker.ask(list(asked.values()), seed)
         except (AwayError, RefusedError, FatalError) as error:
-            is_refused = not isinstance(error, AwayError) or error.is_refused
             for ticket in asked:
-                self.answers.fail(ticket, is_refused=is_refused)
+                if isinstance(error, AwayError) and not error.was_sent:
+                    self.answers.take_back(ticket)
+                else:
+                    self.answers.fail(ticket, is_refused=not isinstance(error, AwayError) or error.is_refused)
             raise
         return {
             ticket.key: self.answers.end(ticket, self.name, reply.text, reply.num_tokens)

@@ -88,7 +88,7 @@ class ServerAsker:
         try:
             response = self._client.send(method, self._path + path, body, self._settings.key)
         except LostError as error:
-            raise AwayError(f"{self._settings.model}: {error}") from error
+            raise AwayError(f"{self._settings.model}: {error}", was_sent=error.was_sent) from error
         if response.status == 200:
             try:
                 return json.loads(response.text)

@@ -46,8 +46,7 @@ class JudgeReward(CalledReward):
         self.judge = judge
         if judge.agreement is None:
             _log.warning(
-                "the judge of the reward `%s` was not compared with people's votes yet; `tunesmith eval judge` measures "
-                "its agreement",
+                "the judge of the reward `%s` was not compared with people's votes; `tunesmith eval judge` does that",
                 name,
             )
 
