@@ -3,7 +3,7 @@
 import math
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any, TypeVar, get_args
 
@@ -108,7 +108,7 @@ def add_rater(
     known = _same_name(connection, name)
     if known is None:
         rater_id = new_id(connection.execute(insert(table).values(name=name, created_at=now, **values)))
-    elif known.token_sha256 is None and known.disabled_at is None:
+    elif known.token_sha256 is None and known.disabled_at is None and not known.is_machine:
         rater_id = int(known.id)
         connection.execute(update(table).where(table.c.id == rater_id).values(**values))
     else:
@@ -145,9 +145,11 @@ def redeem(
     return NewRater(_rater_of_id(connection, rater.id), fresh)
 
 
-def raters_named(connection: Connection, names: Sequence[str], now: float) -> dict[str, int]:
+def raters_named(
+    connection: Connection, names: Sequence[str], now: float, machines: Collection[str] = ()
+) -> dict[str, int]:
     """Id of the rater of each name, in whatever spelling; created without access if missing: for imported votes, among
-    which may be those of users of keys. Raises DataError for a name that nobody may have.
+    which may be those of users of keys, and of `machines`. Raises DataError for a name that nobody may have.
     """
     table = tables.raters
     known = {name_key(row.name): int(row.id) for row in connection.execute(select(table.c.id, table.c.name))}
@@ -155,7 +157,7 @@ def raters_named(connection: Connection, names: Sequence[str], now: float) -> di
     for given in dict.fromkeys(names):
         key, name = name_key(given), _new_name(given, _OF_DELETED)
         if key not in known:
-            values = {"name": name, "role": "rater", "created_at": now}
+            values = {"name": name, "role": "rater", "created_at": now, "is_machine": given in machines}
             known[key] = new_id(connection.execute(insert(table).values(**values)))
         found[given] = known[key]
     return found

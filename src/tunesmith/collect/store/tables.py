@@ -157,6 +157,8 @@ raters = Table(
     # Limits of a key; null for none.
     Column("requests_per_minute", Integer, nullable=True),
     Column("tokens_per_day", _ID, nullable=True),
+    # A judge: its votes are no person's.
+    Column("is_machine", Boolean, nullable=False, server_default=false()),
     CheckConstraint("role IN ('rater', 'admin')", name="role"),
     sqlite_autoincrement=True,
 )

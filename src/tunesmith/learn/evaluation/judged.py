@@ -1,4 +1,4 @@
-"""A judge in evaluations: pairs of two models' completions, and its agreement with people."""
+"""A judge in comparisons of two models, and its agreement with people in words."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,6 @@ import numpy as np
 
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.schema.records import Text
-from tunesmith.collect.statistics.intervals import proportion_interval
-from tunesmith.collect.store.content import prompt_sha256
 from tunesmith.learn.judges.answers import PeopleAgreement
 from tunesmith.learn.judges.judge import Judge, PairText, PairVerdict, Unjudged, check_answered, said_of
 
@@ -55,24 +53,6 @@ class JudgedPairs:
             "order_decided": fmean(decided) if decided else None,
             "unjudged": self._said,
         }
-
-
-def agreement_with(
-    verdicts: Mapping[int, PairVerdict], votes: Sequence[tuple[int, bool]], prompts: Mapping[int, Text], source: str
-) -> PeopleAgreement | None:
-    """How often a judge prefers what people did. `verdicts` and `prompts` are by pair, `votes` are (pair, whether its
-    answer `a` was preferred). None if no pair has both.
-
-    Votes on one prompt are one cluster: they depend on each other.
-    """
-    both = [(pair, is_a) for pair, is_a in votes if pair in verdicts]
-    if not both:
-        return None
-    hits = [verdicts[pair].score_a if is_a else 1 - verdicts[pair].score_a for pair, is_a in both]
-    clusters = [prompt_sha256(prompts[pair]) for pair, _ in both]
-    low, high = proportion_interval(hits, clusters)
-    decided = [verdicts[pair].order_decided for pair in dict.fromkeys(pair for pair, _ in both)]
-    return PeopleAgreement(fmean(hits), low, high, len(both), len(set(clusters)), fmean(decided), source)
 
 
 def agreement_text(found: PeopleAgreement | Mapping[str, Any] | None) -> str:

@@ -1,0 +1,12 @@
+"""Raters that are machines, such as judges: their votes count for no person's."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "votes_0004"
+down_revision = "votes_0003"
+
+
+def upgrade() -> None:
+    """Add a column to the raters."""
+    op.add_column("raters", sa.Column("is_machine", sa.Boolean, nullable=False, server_default=sa.false()))
