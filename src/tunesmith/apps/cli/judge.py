@@ -65,7 +65,8 @@ class JudgeEvalOptions(JudgeFlags):
 def vote(words: Sequence[str]) -> None:
     """Run `tunesmith judge vote`."""
     options = parse(JudgeVoteOptions, words, "judge vote")
-    check_ranges(options, most_requests=(1, inf), most_tokens=(1, inf), limit=(1, inf))
+    _check(options)
+    check_ranges(options, limit=(1, inf))
     from tunesmith.apps.cli.votes import place_of, reader_of
     from tunesmith.apps.workflows.judging import pairs_for, vote_on_stored
     from tunesmith.base.runs.progress import progress
@@ -90,7 +91,8 @@ def vote(words: Sequence[str]) -> None:
 def evaluate(words: Sequence[str]) -> None:
     """Run `tunesmith eval judge`."""
     options = parse(JudgeEvalOptions, words, "eval judge")
-    check_ranges(options, most_requests=(1, inf), most_tokens=(1, inf), limit=(1, inf))
+    _check(options)
+    check_ranges(options, limit=(1, inf))
     if options.pairs is None:
         raise InputError("no pairs are named; give --pairs SOURCE, or let the judge vote by `tunesmith judge vote`")
     from tunesmith.apps.workflows.judging import compare_with_people
@@ -104,10 +106,15 @@ def evaluate(words: Sequence[str]) -> None:
         _finish(judge, found, output, {"pairs": options.pairs})
 
 
-def _judge_of(options: JudgeFlags, answers: Path | None) -> "Judge":
-    """The judge that the flags name; `answers` is its file, where neither they nor its settings say another."""
+def _check(options: JudgeFlags) -> None:
+    """Raise InputError if no judge is named, or a limit is below 1."""
     if not options.judge:
         raise InputError("no judge is named; give FILE.yaml with its settings, a server's address, or a model")
+    check_ranges(options, most_requests=(1, inf), most_tokens=(1, inf))
+
+
+def _judge_of(options: JudgeFlags, answers: Path | None) -> "Judge":
+    """The judge that the flags name; `answers` is its file, where neither they nor its settings say another."""
     from tunesmith.base.config.judge import judge_settings
     from tunesmith.learn.judges.judge import open_judge
 

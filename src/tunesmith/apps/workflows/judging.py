@@ -50,8 +50,8 @@ class Judged:
 def pairs_for(
     judge: Judge, place: str | Path, campaign: str | None = None, *, which: PairsOf = "all", limit: int | None = None
 ) -> list[PairToJudge]:
-    """At most `limit` stored pairs that the judge has not judged: those that people have voted on first, then those that
-    nobody has. Raises StoreError for a campaign that is not there.
+    """At most `limit` stored pairs that the judge has not judged: first those that people have voted on, then those
+    that nobody has. Raises StoreError for a campaign that is not there.
     """
     with VoteReader.open(place) as reader:
         campaign_id = None if campaign is None else reader.campaign_named(campaign).id
@@ -83,7 +83,7 @@ def vote_on_stored(
         verdicts = judge.preferences(texts)
         unjudged += [one for one in verdicts if isinstance(one, Unjudged)]
         if not found:
-            check_answered(unjudged)
+            check_answered(verdicts)
         votes = [_vote(pair, one) for pair, one in zip(some, verdicts, strict=True) if isinstance(one, PairVerdict)]
         found += [(text, one) for text, one in zip(texts, verdicts, strict=True) if isinstance(one, PairVerdict)]
         if votes:
@@ -121,7 +121,7 @@ def compare_with_people(
     ]
     verdicts = judge.preferences(texts)
     unjudged = [one for one in verdicts if isinstance(one, Unjudged)]
-    check_answered(unjudged)
+    check_answered(verdicts)
     found = [(text, one) for text, one in zip(texts, verdicts, strict=True) if isinstance(one, PairVerdict)]
     figures = _figures(judge, found)
     hits = [one.score_a for _, one in found]

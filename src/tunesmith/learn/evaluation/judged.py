@@ -36,7 +36,7 @@ class JudgedPairs:
         ]
         verdicts = self.judge.pairs(pairs)
         unjudged = [one for one in verdicts if isinstance(one, Unjudged)]
-        check_answered(unjudged)
+        check_answered(verdicts)
         self._said = said_of(unjudged, len(pairs))
         if self._said:
             _log.warning("%s", self._said)

@@ -74,7 +74,7 @@ class LimitError(Exception):
 
 
 class Answers:
-    """The answers in the file at `path`, which is made if there is none.
+    """The answers in the file at `path`, which is made when it is first needed.
 
     Safe to call from any number of threads and processes. Raises StoreError for a file that cannot be used.
     """
@@ -84,8 +84,8 @@ class Answers:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._pid = 0
-        with self._transaction() as connection:  # a bad file is told at once
-            connection.execute("SELECT count(*) FROM answers")
+        if path.exists():  # one that cannot be used is told at once
+            self.found(())
 
     def close(self) -> None:
         """Close the file; the next call opens it again."""

@@ -58,7 +58,7 @@ class Asker(Protocol):
         ...
 
     def most_tokens(self, question: Question) -> int:
-        """The tokens that a question and its answer have at most."""
+        """The tokens that a question and its answer have at most. Raises RefusedError if that is too many."""
         ...
 
     def ask(self, questions: Sequence[Question], seed: int) -> list[Reply]:

@@ -6,12 +6,13 @@ from typing import Any, cast
 
 from tunesmith.base.config.judge import JudgeSettings
 from tunesmith.base.config.sections import ModelSection
-from tunesmith.base.core.errors import ContextFullError, InputError
+from tunesmith.base.core.errors import InputError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import Completion, SamplingParams
 from tunesmith.engine.models.fingerprint import fingerprint
 from tunesmith.engine.models.language_model import language_model
 from tunesmith.engine.models.load import load_policy
+from tunesmith.engine.models.loaded import context_length
 from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, encode_prompt
 from tunesmith.engine.rollout.factory import open_engine
 from tunesmith.learn.judges.asking import RefusedError, Reply
@@ -43,6 +44,7 @@ class EngineAsker:
         self._settings = settings
         self._tokenizer = loaded.tokenizer
         self._engine = open_engine(known, loaded.tokenizer)
+        self._context = context_length(loaded.model)
         self.name = settings.model
         weights = fingerprint(known.module, kernels=known.kernels)
         template = str(loaded.tokenizer.chat_template)
@@ -52,16 +54,20 @@ class EngineAsker:
             self._among(tuple(map(str, range(settings.scale[0], settings.scale[1] + 1))))
 
     def most_tokens(self, question: Question) -> int:
-        """The tokens of the question, and those that an answer may have."""
-        return len(encode_prompt(self._tokenizer, self._prompt(question))) + self._num_new
+        """The tokens of the question, and those that an answer may have. Raises RefusedError if the context, if it is
+        known, cannot hold them.
+        """
+        num = len(encode_prompt(self._tokenizer, self._prompt(question))) + self._num_new
+        if self._context is not None and num > self._context:
+            raise RefusedError(
+                f"{num} tokens of question and answer are beyond the context of {self.name}, {self._context}"
+            )
+        return num
 
     def ask(self, questions: Sequence[Question], seed: int) -> list[Reply]:
-        """The replies to questions of one kind. Raises RefusedError for one that the context cannot hold."""
+        """The replies to questions of one kind."""
         prompts = [self._prompt(question) for question in questions]
-        try:
-            groups = self._engine.generate(prompts, 1, self._sampling(questions[0].labels, seed))
-        except ContextFullError as error:
-            raise RefusedError(f"{self.name}: {error}") from error
+        groups = self._engine.generate(prompts, 1, self._sampling(questions[0].labels, seed))
         return [_reply(group.prompt_token_ids, group.completions[0]) for group in groups]
 
     def abort(self) -> None:

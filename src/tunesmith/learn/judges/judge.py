@@ -99,6 +99,14 @@ class _Said(Generic[T]):
     reasons: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """A question, and the tokens that it costs at most."""
+
+    question: Question
+    most_tokens: int
+
+
 @dataclass(slots=True)
 class _Round:
     """What the threads of one call share. `ended` is why nothing more is asked, None while it is."""
@@ -260,10 +268,16 @@ class Judge:
 
     def _asked(self, missing: Mapping[str, Question], seed: int, shared: _Round) -> "dict[str, str | Unjudged]":
         """The answers of the model, by key."""
-        size, pairs = self._asker.batch_size, list(missing.items())
-        batches = [dict(pairs[start : start + size]) for start in range(0, len(pairs), size)]
         found: dict[str, str | Unjudged] = {}
-        pool = ThreadPoolExecutor(min(self._asker.num_threads, len(batches)), thread_name_prefix="tunesmith-judge")
+        priced: list[tuple[str, _Priced]] = []
+        for key, question in missing.items():
+            try:
+                priced.append((key, _Priced(question, self._asker.most_tokens(question))))
+            except RefusedError as error:
+                found[key] = Unjudged("refused", str(error))
+        size = self._asker.batch_size
+        batches = [dict(priced[start : start + size]) for start in range(0, len(priced), size)]
+        pool = ThreadPoolExecutor(self._asker.num_threads, thread_name_prefix="tunesmith-judge")
         futures: set[Future[dict[str, str | Unjudged]]] = set()
         try:
             futures = {pool.submit(self._ask, batch, seed, shared) for batch in batches}
@@ -272,13 +286,14 @@ class Judge:
                 for one in done:
                     found |= one.result()
         finally:
-            if futures:  # an interrupt, or an error of ours
-                shared.stop.set()
+            shared.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            while futures:  # after an interrupt, or an error of ours
                 self._asker.abort()
-            pool.shutdown(cancel_futures=True)
+                futures = wait(futures, _SIGNALS_S).not_done
         return found
 
-    def _ask(self, batch: Mapping[str, Question], seed: int, shared: _Round) -> "dict[str, str | Unjudged]":
+    def _ask(self, batch: "Mapping[str, _Priced]", seed: int, shared: _Round) -> "dict[str, str | Unjudged]":
         """The answers to a batch, waiting for a server that is away. Only what the limits allow is asked."""
         waited = 0
         while True:
@@ -293,16 +308,13 @@ class Judge:
             except LimitError as error:
                 return dict.fromkeys(batch, shared.end(Unjudged("limit", str(error))))
             try:
-                answered = self._answer({one: batch[one.key] for one in tickets}, seed)
+                answered = self._answer({one: batch[one.key].question for one in tickets}, seed)
             except AwayError as error:
                 if why := self._gave_up(error, shared, waited):
                     return dict.fromkeys(batch, shared.end(why))
                 waited += 1
                 continue
             except RefusedError as error:
-                if len(batch) > 1:
-                    parts = [self._ask({key: question}, seed, shared) for key, question in batch.items()]
-                    return {key: reply for part in parts for key, reply in part.items()}
                 shared.num_refused += 1
                 why = Unjudged("refused", str(error))
                 if shared.num_refused >= _MAX_REFUSED:
@@ -314,8 +326,8 @@ class Judge:
             rest = {key: question for key, question in batch.items() if key not in answered}
             return answered if not rest else answered | self._ask(rest, seed, shared)
 
-    def _begin(self, batch: Mapping[str, Question]) -> list[Ticket]:
-        wanted = {key: self._asker.most_tokens(question) for key, question in batch.items()}
+    def _begin(self, batch: "Mapping[str, _Priced]") -> list[Ticket]:
+        wanted = {key: one.most_tokens for key, one in batch.items()}
         return self.answers.begin(wanted, self.settings.most_requests, self.settings.most_tokens)
 
     def _answer(self, asked: Mapping[Ticket, Question], seed: int) -> "dict[str, str | Unjudged]":
@@ -394,8 +406,9 @@ def said_of(unjudged: Sequence[Unjudged], num_all: int) -> str:
     return f"{len(unjudged)} of {num_all} were not judged ({'; '.join(parts)})"
 
 
-def check_answered(unjudged: Sequence[Unjudged]) -> None:
+def check_answered(verdicts: Sequence[object]) -> None:
     """Raise InputError if a server answers no question at all: a wrong key, an unknown model."""
-    for one in unjudged:
-        if one.kind == "fatal":
-            raise InputError(f"the judge cannot be asked: {one.message}")
+    unjudged = [one for one in verdicts if isinstance(one, Unjudged)]
+    fatal = next((one for one in unjudged if one.kind == "fatal"), None)
+    if fatal is not None and len(unjudged) == len(verdicts):
+        raise InputError(f"the judge cannot be asked: {fatal.message}")

@@ -44,11 +44,7 @@ class JudgeReward(CalledReward):
     def __init__(self, judge: Judge, name: str = "judge", policy: Policy | None = None) -> None:
         super().__init__(name, _never, policy, is_async=False)
         self.judge = judge
-        if judge.agreement is None:
-            _log.warning(
-                "the judge of the reward `%s` was not compared with people's votes; `tunesmith eval judge` does that",
-                name,
-            )
+        self._warned = False
 
     @property
     def is_relative(self) -> bool:
@@ -76,10 +72,20 @@ class JudgeReward(CalledReward):
                 logged.extra(f"{self.name}_reasons", [one.reasons if isinstance(one, Grade) else "" for one in grades])
         else:
             outcomes = self._compared(samples, logged)
-        if (found := self.judge.agreement) is not None:
+        self._log_agreement(logged)
+        return Scored(outcomes, logged)
+
+    def _log_agreement(self, logged: Logged) -> None:
+        found = self.judge.agreement
+        if found is not None:
             for name, value in (("", found.share), ("_low", found.low), ("_high", found.high)):
                 logged.metric(f"rewards/{self.name}/agreement{name}", value)
-        return Scored(outcomes, logged)
+        elif not self._warned:
+            self._warned = True
+            _log.warning(
+                "the judge of the reward `%s` was not compared with people's votes; `tunesmith eval judge` does that",
+                self.name,
+            )
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """See `CalledReward.check_columns`."""
