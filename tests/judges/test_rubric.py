@@ -101,3 +101,10 @@ def test_a_source_names_something(tmp_path: Path):
         judge_settings("judge:")
     with pytest.raises(ConfigError, match="does not exist"):
         judge_settings(f"judge:{tmp_path}/none.yaml")
+
+
+def test_every_setting_is_on_the_page_of_judges():
+    page = (Path(__file__).parent.parent.parent / "docs" / "judges.md").read_text()
+    table = page.partition("| setting |")[2].partition("\n\n")[0]
+    cells = " ".join(line.split("|")[1] for line in table.splitlines()[2:])
+    assert {name for name in JudgeSettings.model_fields if f"`{name}`" not in cells} == set()
