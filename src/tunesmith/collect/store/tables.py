@@ -160,6 +160,8 @@ raters = Table(
     # A judge: its votes are no person's.
     Column("is_machine", Boolean, nullable=False, server_default=false()),
     CheckConstraint("role IN ('rater', 'admin')", name="role"),
+    # Machines are looked up with each vote, and users of keys may be many.
+    Index("ix_raters_is_machine", "is_machine"),
     sqlite_autoincrement=True,
 )
 

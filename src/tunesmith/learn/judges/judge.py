@@ -286,9 +286,10 @@ class Judge:
                 for one in done:
                     found |= one.result()
         finally:
-            shared.stop.set()
+            if futures:  # after an interrupt, or an error of ours
+                shared.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            while futures:  # after an interrupt, or an error of ours
+            while futures:
                 self._asker.abort()
                 futures = wait(futures, _SIGNALS_S).not_done
         return found

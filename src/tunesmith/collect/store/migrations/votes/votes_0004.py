@@ -8,5 +8,6 @@ down_revision = "votes_0003"
 
 
 def upgrade() -> None:
-    """Add a column to the raters."""
+    """Add a column to the raters, and its index."""
     op.add_column("raters", sa.Column("is_machine", sa.Boolean, nullable=False, server_default=sa.false()))
+    op.create_index("ix_raters_is_machine", "raters", ["is_machine"])
