@@ -29,7 +29,7 @@ _NODE = ("node", "--input-type=module")
 PROGRAMS = {"sh": ("bash", "-euo", "pipefail"), "javascript": _NODE, "typescript": _NODE}
 """What runs a block from its stdin. The TypeScript of the pages has no types of its own, so it is JavaScript too."""
 
-NESTED = {"train", "recipes", "runs", "eval", "votes", "users", "convert"}
+NESTED = {"train", "recipes", "runs", "eval", "judge", "votes", "users", "convert"}
 COMMANDS = [(block.where, words) for block in all_blocks("console") for words in block.commands()]
 TUNESMITH = [(where, words[1:]) for where, words in COMMANDS if words[0] == "tunesmith"]
 UNINSTALLED = {block.where for block in all_blocks("console") if block.value.startswith("needs a package")}

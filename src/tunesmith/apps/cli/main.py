@@ -27,6 +27,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "Compare PPO, GRPO, DPO and best-of-n from the same votes at equal KL.",
     ),
     "eval reward": ("evaluate:reward", "Judge a reward model: accuracy, calibration, length bias."),
+    "eval judge": ("judge:evaluate", "Measure how far a judge, a model with a rubric, agrees with people."),
+    "judge vote": ("judge:vote", "Let a judge vote on stored pairs, as a machine."),
     "votes import": ("votes:import_", "Put pairs before raters, or take over votes made elsewhere."),
     "votes export": ("votes:export", "Write votes as JSONL, Parquet, a datasets folder or Argilla records."),
     "votes stats": ("votes:stats", "Count votes; agreement and bias of raters."),

@@ -27,6 +27,9 @@ _log = get_logger(__name__)
 VOTES_FILE = "votes.db"
 """Name of the database in a folder of the live loop."""
 
+_TABLES = ("jsonl", "csv", "parquet", "datasets")
+"""Formats with a column for each field of a vote."""
+
 _MAX_SHOWN = 20
 _QUIET = 1000
 """Rows of an import that are stored too soon for a bar."""
@@ -75,6 +78,7 @@ class ExportVotesOptions:
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
     decided: Annotated[bool, flag("Leave out ties, and feedback that is no thumb: some trainers know none.")] = False
     both_bad: Annotated[bool, flag("Keep votes that call both answers bad, with that `verdict`, as ties.")] = False
+    machines: Annotated[bool, flag("Write votes of judges too; a column `machine` says which ones they are.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -134,7 +138,7 @@ def import_(words: Sequence[str]) -> None:
         what = "votes" if files.labels == "votes" else "items"
         with progress(what, files.num_given, enabled=files.num_given > _QUIET and wants_progress()) as reporter:
             done = import_into(
-                _place(options),
+                place_of(options),
                 options.campaign,
                 files.rows(),
                 lambda num_done, _: reporter.update(num_done),
@@ -165,6 +169,8 @@ def export(words: Sequence[str]) -> None:
         raise InputError(f"Argilla's records hold votes, not {options.kind}; choose another format")
     if form in ("openai-preference", "label-studio") and options.kind != "votes":
         raise InputError(f"{form} holds votes, not {options.kind}; choose another format")
+    if options.machines and (options.kind != "votes" or form not in _TABLES):
+        raise InputError(f"--machines is for votes in columns ({', '.join(_TABLES)}), which say what a machine voted")
     if form == "openai-chat" and options.kind != "demonstrations":
         raise InputError("openai-chat holds written answers; add --kind demonstrations")
     with reporting(as_json=options.json) as output, reader_of(options) as reader:
@@ -183,8 +189,9 @@ def export(words: Sequence[str]) -> None:
         elif options.kind == "demonstrations":
             num = write_rows(options.dest, map(demonstration_columns, reader.export_demonstrations(campaign_id)), form)
         else:
-            rows = reader.export(campaign_id, include_bad=options.both_bad)
-            num = write_votes(options.dest, (row for row in rows if not (options.decided and row.tie)), form)
+            rows = reader.export(campaign_id, include_bad=options.both_bad, machines=options.machines)
+            judges = {one.name for one in reader.raters() if one.is_machine} if options.machines else None
+            num = write_votes(options.dest, (row for row in rows if not (options.decided and row.tie)), form, judges)
         output.say(f"{options.dest}  {num} {options.kind}")
         output.finish({"dest": options.dest, "format": form, "kind": options.kind, "num_rows": num})
 
@@ -203,7 +210,10 @@ def stats(words: Sequence[str]) -> None:
         places = _leaderboard(options, crowd)
         # It belongs to no campaign.
         said = reader.feedback_stats() if campaign_id is None else []
+        judges = _judges(reader, campaign_id)
         _say(found, crowd, output)
+        for judge in judges[:_MAX_SHOWN]:
+            output.say(f"judge          {visible(str(judge['name']))}: {judge['said']}")
         for each in said[:_MAX_SHOWN]:
             output.say(f"feedback       {_feedback(each)}")
         base = next((visible(one.name) for one in places if one.low == one.high == 0.5), "")
@@ -219,6 +229,7 @@ def stats(words: Sequence[str]) -> None:
                 "estimates": [{**one.figures(), "notes": notes(one)} for one in crowd.raters.values()],
                 "leaderboard": list(map(asdict, places)),
                 "feedback": list(map(asdict, said)),
+                "judges": judges,
             }
         )
 
@@ -269,7 +280,27 @@ def do_in(options: Votes, chore: "Chore") -> Mapping[str, Any]:
     from tunesmith.collect.store.votes import do_in
 
     reader_of(options).close()
-    return do_in(_place(options), chore, lambda message: _log.info("%s", message))
+    return do_in(place_of(options), chore, lambda message: _log.info("%s", message))
+
+
+def _judges(reader: "VoteReader", campaign_id: int | None) -> list[dict[str, object]]:
+    """The machines among the raters, each with its agreement with people; they count in no other figure."""
+    from tunesmith.observe.reports.text import count_of
+
+    found = reader.machine_stats(campaign_id)
+    if not found:
+        return []
+    from tunesmith.apps.workflows.judging import machine_agreement
+    from tunesmith.learn.evaluation.judged import agreement_text
+
+    rows: list[dict[str, object]] = []
+    for one in found:
+        agreement = machine_agreement(one, "these votes")
+        said = f"a machine, {count_of(one.num_votes, 'vote')} (ties {one.num_ties}), {agreement_text(agreement)}"
+        facts = None if agreement is None else asdict(agreement)
+        rows.append({"name": one.name, "num_votes": one.num_votes, "num_ties": one.num_ties, "said": said})
+        rows[-1]["agreement"] = facts
+    return rows
 
 
 def _leaderboard(options: StatsOptions, crowd: "CrowdReport") -> "Sequence[Standing]":
@@ -278,11 +309,11 @@ def _leaderboard(options: StatsOptions, crowd: "CrowdReport") -> "Sequence[Stand
     from tunesmith.collect.statistics.rater_report import known_weights
     from tunesmith.collect.store.vote_watch import VoteWatch
 
-    with VoteWatch(_place(options)) as watch:
+    with VoteWatch(place_of(options)) as watch:
         return leaderboard(watch.contests()[1], known_weights(crowd))
 
 
-def _place(options: Votes) -> str | Path:
+def place_of(options: Votes) -> str | Path:
     """Where the votes are."""
     return checked_database(options.database) or options.dir.expanduser() / VOTES_FILE
 
@@ -291,7 +322,7 @@ def reader_of(options: Votes) -> "VoteReader":
     """A reader of the votes. Raises InputError if the folder or database has none."""
     from tunesmith.collect.store.vote_reader import VoteReader
 
-    place = _place(options)
+    place = place_of(options)
     if isinstance(place, Path) and not place.is_file():
         raise InputError(f"{place} does not exist; name the folder of a `tunesmith serve` or `votes import` in --dir")
     reader = VoteReader.open(place)

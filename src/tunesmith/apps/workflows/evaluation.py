@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunesmith.base.config.algorithms.reward import RewardRecipe
+from tunesmith.base.config.judge import is_judge, judge_settings
 from tunesmith.base.config.load import load_recipe, read_algorithm
 from tunesmith.base.config.recipe import ENVIRONMENT_REWARD
 from tunesmith.base.config.sections import (
@@ -29,7 +30,12 @@ from tunesmith.learn.environments.episodes import Conversations
 from tunesmith.learn.environments.packages import rows_of
 from tunesmith.learn.environments.sources import opener
 from tunesmith.learn.evaluation.compare import Comparison, Side, compare
-from tunesmith.learn.evaluation.reward_quality import RewardQuality, decided_pairs, judge
+from tunesmith.learn.evaluation.judged import JudgedPairs
+from tunesmith.learn.evaluation.reward_quality import RewardQuality, decided_pairs
+from tunesmith.learn.evaluation.reward_quality import judge as judge_model
+from tunesmith.learn.judges.judge import open_judge
+from tunesmith.learn.rewards.judged import JudgeReward
+from tunesmith.learn.rewards.outcome import Policy
 from tunesmith.learn.rewards.scorer import Scorer
 
 _log = get_logger(__name__)
@@ -69,7 +75,12 @@ def run_comparison(
     )
     given = rows_of(prompts, environment.arguments)
     rows = load_prompts(prompts if given is None else given, PromptsSection(source=prompts))
-    scoring = Scorer([reward], policy_tokenizer=loaded_before.tokenizer)
+    judge = open_judge(judge_settings(reward.source)) if is_judge(reward.source) else None
+    if judge is not None and judge.settings.mode == "pairwise":
+        scoring = JudgedPairs(judge)
+    else:
+        scorer_of = reward if judge is None else JudgeReward(judge, policy=Policy("drop"))
+        scoring = Scorer([scorer_of], policy_tokenizer=loaded_before.tokenizer)
     with ExitStack() as opened:
         sides: list[Side] = []
         for name, loaded in ((before, loaded_before), (after, loaded_after)):
@@ -85,7 +96,8 @@ def run_comparison(
             sides.append(side)
         first, second = sides
         seed = sampling.seed or 0
-        return compare(first, second, rows, scoring, sampling, num_completions=num_completions, seed=seed)
+        found = compare(first, second, rows, scoring, sampling, num_completions=num_completions, seed=seed)
+        return found if judge is None or found.judge else replace(found, judge=judge.facts())
 
 
 def _reward_of(scorer: str | RewardSource | None, environment: EnvironmentSection) -> RewardSource:
@@ -170,7 +182,7 @@ def evaluate_reward(
         section = section.model_copy(update={"heldout_source": pairs})
     limit = context_length(reward_model.model)
     sets = preference_sets(section, reward_model.tokenizer, seed, max_length=limit, encode=reward_model.encode)
-    found = judge(
+    found = judge_model(
         reward_model,
         decided_pairs(sets.heldout, sets.heldout_prompts),
         decided_pairs(sets.train, {}),

@@ -447,7 +447,8 @@ class RewardSource(Section):
 
     source: str
     """`./file.py:name`, `package.module:name`, a built-in (`sentiment`, `length`, `format`, `unique_chars`, `overlong`,
-    `arithmetic`, `gsm8k`), or a reward model: run folder, local folder or hub id."""
+    `arithmetic`, `gsm8k`), a reward model: run folder, local folder or hub id, or `judge:` and a judge: a YAML file of
+    its settings, a server's address, or a model."""
     weight: Finite = 1.0
     """Weight in the sum of rewards."""
     label: str | int | None = None

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal
@@ -26,8 +26,11 @@ VoteFormat = Literal[
 ]
 
 
-def write_votes(dest: str | Path, rows: Iterable[ExportRow], form: VoteFormat) -> int:
-    """Number of votes written to `dest`, a file, or a folder for `datasets`. It appears when it is whole.
+def write_votes(
+    dest: str | Path, rows: Iterable[ExportRow], form: VoteFormat, machines: Collection[str] | None = None
+) -> int:
+    """Number of votes written to `dest`, a file, or a folder for `datasets`. It appears when it is whole. `machines` is
+    as in `vote_columns`.
 
     Raises InputError if `dest` exists, DataError if there is nothing to write or the format cannot hold it,
     MissingDependencyError without pyarrow or datasets.
@@ -40,7 +43,7 @@ def write_votes(dest: str | Path, rows: Iterable[ExportRow], form: VoteFormat) -
         return write_rows(dest, (openai_preference(row) for row in rows if not row.tie), "jsonl")
     if form == "label-studio":
         return write_rows(dest, map(label_studio_task, (row for row in rows if not row.tie)), "jsonl")
-    return write_rows(dest, (vote_columns(row) for row in rows), form)
+    return write_rows(dest, (vote_columns(row, machines) for row in rows), form)
 
 
 def write_rows(dest: str | Path, rows: Iterable[Mapping[str, object]], form: VoteFormat) -> int:
@@ -99,10 +102,13 @@ def _messages(content: Text, role: str) -> list[object]:
     return [{"role": role, "content": content}] if isinstance(content, str) else [dict(one) for one in content]
 
 
-def vote_columns(row: ExportRow) -> dict[str, object]:
-    """A vote as columns; texts stay as they are, conversations become lists of messages."""
+def vote_columns(row: ExportRow, machines: Collection[str] | None = None) -> dict[str, object]:
+    """A vote as columns; texts stay as they are, conversations become lists of messages. With `machines`, names of
+    raters, `machine` says whether the rater is one of them.
+    """
     columns = {field.name: getattr(row, field.name) for field in fields(row)}
-    return columns | {name: plain_content(columns[name]) for name in ("prompt", "chosen", "rejected")}
+    columns |= {name: plain_content(columns[name]) for name in ("prompt", "chosen", "rejected")}
+    return columns if machines is None else {**columns, "machine": row.rater in machines}
 
 
 def ranking_columns(ranking: StoredRanking) -> dict[str, object]:

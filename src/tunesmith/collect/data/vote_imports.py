@@ -53,6 +53,7 @@ Labels = Literal["drop", "votes", "gold"]
 
 _MUCH = 2.0
 _COLUMNS = frozenset(one.name for one in fields(ExportRow)) | {
+    "machine",
     "messages",
     "completion",
     "completions",
@@ -415,6 +416,7 @@ def _given_vote(pair: Pair) -> GivenVote:
         dwell_ms=duration_of(columns.get("dwell_ms")),
         reason=text_of(columns.get("reason"), "reason"),
         left=None if side is None else 0 if side == "left" else 1,
+        machine=columns.get("machine") in (True, 1, "true", "True", "1"),
     )
 
 

@@ -262,7 +262,8 @@ def add_votes(
     """Add imported votes. One on an item that its rater has judged or holds already is skipped."""
     added = add_items(connection, campaign_id, [vote.item for vote in given])
     answers = answers_of_items(connection, added.item_ids)
-    rater_ids = raters_named(connection, [vote.rater for vote in given], now)
+    machines = {vote.rater for vote in given if vote.machine}
+    rater_ids = raters_named(connection, [vote.rater for vote in given], now, machines)
     said = _verdicts_on(connection, added.item_ids)
     fresh: list[tuple[dict[str, Any], dict[str, Any]]] = []
     num_other = 0

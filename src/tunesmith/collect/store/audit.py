@@ -20,6 +20,7 @@ Kind = Literal[
     "settings changed",
     "rollback asked",
     "import",
+    "judged",
     "prune",
     "data exported",
     "data deleted",

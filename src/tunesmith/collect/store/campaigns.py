@@ -3,7 +3,7 @@
 import math
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any, TypeVar, get_args
 
@@ -109,7 +109,7 @@ def add_rater(
     known = _same_name(connection, name)
     if known is None:
         rater_id = new_id(connection.execute(insert(table).values(**_named(name), created_at=now, **values)))
-    elif known.token_sha256 is None and known.disabled_at is None:
+    elif known.token_sha256 is None and known.disabled_at is None and not known.is_machine:
         rater_id = int(known.id)
         connection.execute(update(table).where(table.c.id == rater_id).values(**values))
     else:
@@ -146,9 +146,11 @@ def redeem(
     return NewRater(_rater_of_id(connection, rater.id), fresh)
 
 
-def raters_named(connection: Connection, names: Sequence[str], now: float) -> dict[str, int]:
+def raters_named(
+    connection: Connection, names: Sequence[str], now: float, machines: Collection[str] = ()
+) -> dict[str, int]:
     """Id of the rater of each name, in whatever spelling; created without access if missing: for imported votes, among
-    which may be those of users of keys. Raises DataError for a name that nobody may have.
+    which may be those of users of keys, and of `machines`. Raises DataError for a name that nobody may have.
     """
     wanted = {given: _named(_new_name(given, _OF_DELETED)) for given in dict.fromkeys(names)}
     table, known = tables.raters, dict[str, int]()
@@ -156,9 +158,10 @@ def raters_named(connection: Connection, names: Sequence[str], now: float) -> di
         query = select(table.c.spelling, table.c.id).where(table.c.spelling.in_(chunk)).order_by(table.c.id)
         known |= {row.spelling: int(row.id) for row in connection.execute(query)}
     missing: dict[str, dict[str, Any]] = {}
-    for one in wanted.values():
+    for given, one in wanted.items():
         if one["spelling"] not in known:
-            missing.setdefault(one["spelling"], {**one, "role": "rater", "created_at": now})
+            facts = {"role": "rater", "created_at": now, "is_machine": given in machines}
+            missing.setdefault(one["spelling"], {**one, **facts})
     known |= dict(zip(missing, insert_rows(connection, table, list(missing.values())), strict=True))
     return {given: known[one["spelling"]] for given, one in wanted.items()}
 

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Table, and_, exists, func, ins
 
 from tunesmith.collect.store.items import texts_of_items
 from tunesmith.collect.store.records import Campaign, Presentation
-from tunesmith.collect.store.tables import items, new_id, presentations, prompts, rankings, votes
+from tunesmith.collect.store.tables import items, new_id, presentations, prompts, rankings, raters, votes
 
 MAX_HELD = 20
 """Most presentations that a rater holds at once."""
@@ -57,7 +57,7 @@ def has_free_slot(connection: Connection, item: Any, presentation_id: int, campa
     if item.is_gold:
         return True
     query = select(func.count()).where(
-        presentations.c.item_id == item.id, presentations.c.id != presentation_id, _is_active(now)
+        presentations.c.item_id == item.id, presentations.c.id != presentation_id, _is_active(now), by_people()
     )
     return int(connection.execute(query).scalar_one()) < campaign.settings.overlap
 
@@ -79,6 +79,11 @@ def knows_side() -> ColumnElement[bool]:
     """
     was_leased = presentations.c.lease_until > presentations.c.shown_at
     return or_(was_leased & (presentations.c.seed != SIDES_UNKNOWN), presentations.c.seed == GIVEN_ORDER)
+
+
+def by_people() -> ColumnElement[bool]:
+    """True for a presentation to a person: what machines say fills no slot, and is in no statistics."""
+    return presentations.c.rater_id.not_in(select(raters.c.id).where(raters.c.is_machine == true()))
 
 
 def new_presentation(
@@ -134,8 +139,8 @@ def _is_active(now: float) -> ColumnElement[bool]:
 
 
 def _num_presentations(condition: ColumnElement[bool]) -> Any:
-    """Number of an item's presentations that meet `condition`, as a subquery."""
-    query = select(func.count()).where(presentations.c.item_id == items.c.id, condition)
+    """Number of an item's presentations to people that meet `condition`, as a subquery."""
+    query = select(func.count()).where(presentations.c.item_id == items.c.id, condition, by_people())
     return query.correlate(items).scalar_subquery()
 
 

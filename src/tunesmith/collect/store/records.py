@@ -84,8 +84,8 @@ class KeySettings:
 
 @dataclass(frozen=True, slots=True)
 class Rater:
-    """A person or program that votes. `expires_at` and `disabled_at` are None where access does not end. The last three
-    are those of `KeySettings`; `scopes` is None for people, who use the pages.
+    """A person or program that votes. `expires_at` and `disabled_at` are None where access does not end. `scopes`, None
+    for people, who use the pages, and the limits are those of `KeySettings`. Votes of a machine are no person's.
     """
 
     id: int
@@ -98,6 +98,7 @@ class Rater:
     scopes: tuple[Scope, ...] | None = None
     requests_per_minute: int | None = None
     tokens_per_day: int | None = None
+    is_machine: bool = False
 
     @property
     def is_admin(self) -> bool:
@@ -189,7 +190,6 @@ class Answered:
 @dataclass(frozen=True, slots=True)
 class VoteReceipt:
     """Proof that a vote is on disk. `verdict` is `ranked` for a ranking and `written` for a written answer.
-
     `is_repeat`: it was stored before (a retry, a double click). It can be changed until `undo_until`, with None at any
     time.
     """
@@ -489,7 +489,6 @@ class Metric:
 @dataclass(frozen=True, slots=True)
 class Series:
     """Points of one metric in order. `num_points` exist, `points` may be fewer (minimum and maximum of each bucket).
-
     `last_id` is the cursor for the next call; `is_sampled`: points were left out.
     """
 
@@ -538,8 +537,8 @@ class ExportRow:
 
 @dataclass(frozen=True, slots=True)
 class GivenVote:
-    """A vote that was made elsewhere. `item` is a pair; `better` is the index (0 or 1) of its better answer, without
-    meaning for a tie or two bad ones, and `left` that of the answer shown on the left, None if nobody recorded it.
+    """A vote of a person or `machine` that was made elsewhere. `item` is a pair; `better` is the index (0 or 1) of its
+    better answer, without meaning for a tie or two bad ones, `left` that of the one shown on the left, None if unknown.
     """
 
     item: NewItem
@@ -550,6 +549,7 @@ class GivenVote:
     dwell_ms: int | None = None
     reason: str = ""
     left: int | None = None
+    machine: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,8 +159,12 @@ raters = Table(
     # Limits of a key; null for none.
     Column("requests_per_minute", Integer, nullable=True),
     Column("tokens_per_day", _ID, nullable=True),
+    # A judge: its votes are no person's.
+    Column("is_machine", Boolean, nullable=False, server_default=false()),
     CheckConstraint("role IN ('rater', 'admin')", name="role"),
     Index("ix_raters_spelling", "spelling"),
+    # Machines are looked up with each vote, and users of keys may be many.
+    Index("ix_raters_is_machine", "is_machine"),
     sqlite_autoincrement=True,
 )
 

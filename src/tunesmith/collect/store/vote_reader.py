@@ -4,14 +4,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Table, exists, func, or_, select
+from sqlalchemy import Connection, Table, exists, false, func, or_, select
 
 from tunesmith.base.core.errors import StoreError
 from tunesmith.base.schema.records import Text
-from tunesmith.collect.store import audit, campaigns, inferences, removal, vote_stats
+from tunesmith.collect.store import audit, campaigns, inferences, machine_votes, removal, vote_stats
 from tunesmith.collect.store.content import as_answer, prompt_sha256
 from tunesmith.collect.store.database import ReadOnlyDatabase, or_now
 from tunesmith.collect.store.items import candidates_of_items
+from tunesmith.collect.store.machine_votes import MachineStats, PairToJudge
 from tunesmith.collect.store.queue import SHOWN_ELSEWHERE, SIDES_UNKNOWN, knows_side, load_presentations
 from tunesmith.collect.store.records import (
     MARGIN_BETTER,
@@ -47,7 +48,7 @@ from tunesmith.collect.store.tables import (
     votes,
 )
 
-Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration, RatedAnswer)
+Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration, RatedAnswer, PairToJudge)
 
 _PAGE = 500
 _PREFERENCES: dict[StoredVerdict, PreferenceName] = {
@@ -68,17 +69,23 @@ class VoteReader(ReadOnlyDatabase):
     name = "votes"
 
     def votes_after(
-        self, cursor: int, limit: int = 1000, campaign_id: int | None = None, *, changes: bool = True
+        self,
+        cursor: int,
+        limit: int = 1000,
+        campaign_id: int | None = None,
+        *,
+        changes: bool = True,
+        machines: bool = False,
     ) -> list[StoredVote]:
         """Effective votes with an id above `cursor`, in order; pass the last one's id as the next cursor.
 
         A changed vote is returned again with a higher `revision`, an undone one with the verdict `withdrawn`: each
         replaces the earlier one of the same `presentation_id`. Skips are returned only as such replacements. With
-        `changes=False` skipped and withdrawn votes are left out.
+        `changes=False` skipped and withdrawn votes are left out. With `machines` votes of judges are returned too.
         """
 
         def read(connection: Connection) -> list[StoredVote]:
-            rows = _effective(connection, votes, cursor, limit, campaign_id, changes=changes)
+            rows = _effective(connection, votes, cursor, limit, campaign_id, changes=changes, machines=machines)
             answers = candidates_of_items(connection, [row.item_id for row in rows])
             return [_stored_vote(row, answers[row.item_id]) for row in rows]
 
@@ -230,18 +237,38 @@ class VoteReader(ReadOnlyDatabase):
         """
         return self.read(lambda c: vote_stats.judged_pairs(c, campaign_id, limit), [])
 
+    def pairs_to_judge(self, judge: str, campaign_id: int | None = None) -> Iterator[PairToJudge]:
+        """The stored pairs that people have voted on, or are asked for, in the order of their ids; `judge` is the name
+        of the machine.
+        """
+        return _pages(lambda cursor: self.read(lambda c: machine_votes.pairs_after(c, cursor, judge, campaign_id), []))
+
+    def machine_stats(self, campaign_id: int | None = None) -> list[MachineStats]:
+        """What machines voted, and how far that agrees with people's votes."""
+        return self.read(lambda c: machine_votes.stats(c, campaign_id), [])
+
     def feedback_stats(self) -> list[vote_stats.FeedbackStats]:
         """Effective feedback by metric, and by the version or model that answered; it belongs to no campaign."""
         return self.read(vote_stats.feedback_stats, [])
 
     def export(
-        self, campaign_id: int | None = None, *, include_gold: bool = False, include_bad: bool = True
+        self,
+        campaign_id: int | None = None,
+        *,
+        include_gold: bool = False,
+        include_bad: bool = True,
+        machines: bool = False,
     ) -> Iterator[ExportRow]:
         """Effective votes in the order of their ids, without skipped and withdrawn ones.
 
-        `include_bad=False` also leaves out votes that call both answers bad.
+        With `machines` there are those of judges too. `include_bad=False` also leaves out votes that call both answers
+        bad.
         """
-        for vote in _pages(lambda cursor: self.votes_after(cursor, _PAGE, campaign_id, changes=False)):
+
+        def page(cursor: int) -> list[StoredVote]:
+            return self.votes_after(cursor, _PAGE, campaign_id, changes=False, machines=machines)
+
+        for vote in _pages(page):
             if (include_gold or not vote.is_gold) and (include_bad or vote.verdict != "both_bad"):
                 yield _export_row(vote)
 
@@ -273,9 +300,17 @@ def _pages(read: Callable[[int], Sequence[Record]]) -> Iterator[Record]:
 
 
 def _effective(
-    connection: Connection, table: Table, cursor: int, limit: int, campaign_id: int | None, *, changes: bool
+    connection: Connection,
+    table: Table,
+    cursor: int,
+    limit: int,
+    campaign_id: int | None,
+    *,
+    changes: bool,
+    machines: bool = False,
 ) -> Sequence[Any]:
-    """Rows of `table` without a higher revision, joined with their item, prompt and rater.
+    """Rows of `table` without a higher revision, joined with their item, prompt and rater: a person, unless `machines`
+    are wanted too.
 
     A skip or withdrawal of the first revision replaces nothing, so it is left out.
     """
@@ -301,6 +336,8 @@ def _effective(
     )
     own = [column for column in table.c if column.name not in ("rater_id", "prompt_id")]
     query = select(*own, *context).select_from(joined).where(table.c.id > cursor, is_last)
+    if not machines:
+        query = query.where(raters.c.is_machine == false())
     if "verdict" in table.c:
         counts = table.c.verdict.not_in(("skip", "withdrawn"))
         query = query.where(or_(counts, table.c.revision > 1) if changes else counts)

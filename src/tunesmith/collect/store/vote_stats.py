@@ -23,7 +23,7 @@ from sqlalchemy import (
     true,
 )
 
-from tunesmith.collect.store.queue import knows_side
+from tunesmith.collect.store.queue import by_people, knows_side
 from tunesmith.collect.store.records import MODEL_SOURCE, Campaign, Progress
 from tunesmith.collect.store.tables import (
     candidates,
@@ -347,7 +347,8 @@ def _last_answers(table: Table, campaign_id: int | None, *columns: Any) -> Any:
     later = table.alias()
     is_last = ~exists().where(later.c.presentation_id == table.c.presentation_id, later.c.revision > table.c.revision)
     joined = table.join(presentations, presentations.c.id == table.c.presentation_id)
-    query = select(*columns).select_from(joined.join(items, items.c.id == presentations.c.item_id)).where(is_last)
+    joined = joined.join(items, items.c.id == presentations.c.item_id)
+    query = select(*columns).select_from(joined).where(is_last, by_people())
     return query if campaign_id is None else query.where(items.c.campaign_id == campaign_id)
 
 

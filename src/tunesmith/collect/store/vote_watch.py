@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, func, or_, select
+from sqlalchemy import Connection, Select, Table, exists, func, or_, select
 
 from tunesmith.collect.store.database import ReadOnlyDatabase
+from tunesmith.collect.store.queue import by_people
 from tunesmith.collect.store.records import MODEL_SOURCE
 from tunesmith.collect.store.tables import candidates, commands, item_candidates, items, presentations, rankings, votes
 
@@ -38,7 +39,7 @@ class Contest:
 
 
 class VoteWatch(ReadOnlyDatabase):
-    """Reads the votes added since the last call, without texts. Safe to call from any number of threads.
+    """Reads the votes of people added since the last call, without texts. Safe to call from any number of threads.
 
     Raises StoreError for a file that cannot be read.
     """
@@ -117,7 +118,8 @@ class _Counted:
     def read_new(self, connection: Connection, oldest: float) -> None:
         """Add new rows, and drop the times up to `oldest`."""
         ids, times = self._table.c.id, self._table.c.created_at
-        is_new = ids > self._last_id, self._table.c.revision == 1, self._table.c.verdict != "skip"
+        of_person = exists().where(presentations.c.id == self._table.c.presentation_id, by_people())
+        is_new = ids > self._last_id, self._table.c.revision == 1, self._table.c.verdict != "skip", of_person
         num_new, last_id = connection.execute(select(func.count(), func.max(ids)).where(*is_new)).one()
         if num_new:
             # Read before anything is counted: a query whose server went away is repeated.
@@ -168,7 +170,7 @@ def _between_versions(after: int) -> Select[*tuple[Any, ...]]:
         .join(place_b, (place_b.c.item_id == items.c.id) & (place_b.c.position == 1))
         .join(a, a.c.id == place_a.c.candidate_id)
         .join(b, b.c.id == place_b.c.candidate_id)
-        .where(votes.c.id > after, items.c.kind == "pair", items.c.is_gold.is_(False))
+        .where(votes.c.id > after, items.c.kind == "pair", items.c.is_gold.is_(False), by_people())
         .where(or_(a.c.weight_version != b.c.weight_version, a.c.source_id != b.c.source_id))
         .order_by(votes.c.id)
         .limit(_BATCH)

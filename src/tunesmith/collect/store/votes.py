@@ -13,9 +13,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection
 
 from tunesmith.base.core.errors import StoreInUseError
-from tunesmith.collect.store import answers, audit, campaigns, inferences, items, removal
+from tunesmith.collect.store import answers, audit, campaigns, inferences, items, machine_votes, removal
 from tunesmith.collect.store.database import Closeable, OwnedDatabase, file_of, or_now
 from tunesmith.collect.store.inbox import TAKEN_WITHIN_S, Chore, HandedOver, Inbox, OnProgress, Request, folder_of
+from tunesmith.collect.store.machine_votes import MachineVote
 from tunesmith.collect.store.queue import next_presentations
 from tunesmith.collect.store.records import (
     Campaign,
@@ -216,6 +217,8 @@ class VoteStore(Closeable):
         facts = chore.facts
         if chore.work == "prune":
             return self.prune(facts["days"])
+        if chore.work == "judge":
+            return self.judge(facts["name"], [MachineVote(**one) for one in facts["votes"]])
         if chore.work == "delete":
             return self.delete_person(Person(**facts))
         self.note(facts["kind"], facts["detail"])
@@ -225,6 +228,14 @@ class VoteStore(Closeable):
         if isinstance(request, Chore):
             return self.do(request)
         return asdict(self.import_rows(request.campaign, request.rows, progress))
+
+    def judge(self, name: str, given: Sequence[MachineVote], now: float | None = None) -> dict[str, int]:
+        """Add votes of the machine `name`, which is made if there is none, on stored pairs; returns the numbers of new
+        ones (`num_new`), and of pairs that it has judged, or that are gone (`num_there`).
+
+        Raises NameTakenError if a person has this name.
+        """
+        return self._write(machine_votes.add, name, given, or_now(now))
 
     def ingest(self, campaign_id: int, offers: Sequence[Offer], now: float | None = None) -> int:
         """Number of items made from the trainer's offers. Known ones are skipped, stale ones retired."""

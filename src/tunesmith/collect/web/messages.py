@@ -165,7 +165,7 @@ class RaterRequest(Request):
 
 class RaterReply(Reply):
     """A rater, for admins. `scopes` is None but for keys; `user_of` is the id of the key that a user belongs to, whose
-    access is that of the key.
+    access is that of the key. `is_machine`: a judge.
     """
 
     id: int
@@ -176,6 +176,7 @@ class RaterReply(Reply):
     is_disabled: bool
     scopes: tuple[Scope, ...] | None = None
     user_of: int | None = None
+    is_machine: bool = False
 
 
 class OwnReply(Reply):

@@ -37,6 +37,7 @@ from tunesmith.engine.models.logprob import token_logps
 from tunesmith.engine.rollout.engine import Engine
 from tunesmith.engine.rollout.factory import Backend, open_engine
 from tunesmith.learn.environments.episodes import Conversations
+from tunesmith.learn.evaluation.judged import JudgedPairs
 from tunesmith.learn.rewards.scorer import Scorer
 from tunesmith.observe.reports.text import answer_text
 
@@ -167,7 +168,8 @@ class Comparison:
     `interval_before` and `interval_after` are bootstrap intervals of the mean scores, `win_rate` is the share of the
     pairs of completions of which the one after scores higher, ties counted half, with its 95 % interval over prompts.
     `environment` has the turns, calls and stop reasons of trajectories, None without any. `num_left_out` pairs are in
-    no figure, because the reward of one has no number, as of a trajectory that its environment broke.
+    no figure, because the reward of one has no number, as of a trajectory that its environment broke. `judge` is who
+    scored, if that was a judge: its model and rubric, its agreement with people, and what it cost.
     """
 
     before: str
@@ -200,6 +202,7 @@ class Comparison:
     win_rate_interval: tuple[float, float]
     environment: Mapping[str, Any] | None = None
     num_left_out: int = 0
+    judge: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON types, samples included."""
@@ -207,7 +210,7 @@ class Comparison:
 
     def figures(self) -> dict[str, Any]:
         """The figures that follow from the samples alone: no names or sampling settings."""
-        left_out = ("samples", "before", "after", "sampling", "num_left_out")
+        left_out = ("samples", "before", "after", "sampling", "num_left_out", "judge")
         return {name: value for name, value in self.to_json().items() if name not in left_out}
 
     def write_samples_jsonl(self, path: Path) -> Path:
@@ -223,13 +226,14 @@ def compare(
     before: Side,
     after: Side,
     prompts: Sequence[Prompt],
-    scorer: Scorer,
+    scorer: Scorer | JudgedPairs,
     sampling: SamplingParams,
     num_completions: int = 8,
     seed: int = 0,
 ) -> Comparison:
     """Draw `num_completions` of every prompt from both sides with the same `seed`, score them all, and compare.
 
+    A `JudgedPairs` compares each completion of one side with that of the other, instead of scoring it alone.
     `sampling.seed` is replaced by `seed`. Raises InputError without prompts or completions, ModelError for a log-prob
     that is not finite.
     """
@@ -244,11 +248,17 @@ def compare(
     for stage, side in (("before", before), ("after", after)):
         with span(f"generate_{stage}"):
             groups = side.draw(prompts, num_completions, settings)
+        drawn.append(groups)
+        if isinstance(scorer, JudgedPairs):
+            continue
         with span(f"score_{stage}"):
             scores = scorer.score(groups)
             is_valid_PG = np.array(scores.valid_PG.tolist(), dtype=bool)
             scored.append(np.where(is_valid_PG, np.array(scores.total_PG.tolist(), dtype=np.float64), np.nan))
-        drawn.append(groups)
+    if isinstance(scorer, JudgedPairs):
+        with span("judge"):
+            texts = [[[_text(one) for one in group.completions] for group in groups] for groups in drawn]
+            scored = [*scorer.score([prompt.content for prompt in prompts], *texts)]
     with span("logps"):
         # logps[sample side][model side]
         temperature = settings.temperature or 1.0  # greedy completions have no distribution of their own
@@ -260,11 +270,12 @@ def compare(
     samples = _samples(drawn, scored, logps, seed)
     if not samples:
         raise RewardError(
-            f"of none of {scored[0].size} pairs of completions both have a reward: the environment broke one of each; "
-            "try it with `tunesmith chat --environment`"
+            f"of none of {scored[0].size} pairs of completions both have a reward: the environment broke one of each "
+            "(try it with `tunesmith chat --environment`), or the judge gave no verdict"
         )
     found = summarise(samples, before=before.name, after=after.name, sampling=settings)
-    return replace(found, num_left_out=scored[0].size - len(samples))
+    judge = scorer.facts() if isinstance(scorer, JudgedPairs) else None
+    return replace(found, num_left_out=scored[0].size - len(samples), judge=judge)
 
 
 def summarise(

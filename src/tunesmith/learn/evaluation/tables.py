@@ -10,6 +10,7 @@ from rich.text import Text
 from tunesmith.base.core.log import one_line
 from tunesmith.base.schema.records import plain_text
 from tunesmith.learn.evaluation.compare import Comparison
+from tunesmith.learn.evaluation.judged import agreement_text
 from tunesmith.learn.evaluation.reward_quality import RewardQuality
 from tunesmith.observe.reports.text import count_of
 
@@ -56,6 +57,14 @@ def _figures(comparison: Comparison) -> Table:
         table.add_row(f"mean {name}", f"{getattr(c, f'mean_{name}'):.3f}, 95 % interval {low:.3f} to {high:.3f}")
     low, high = c.win_rate_interval
     table.add_row("win rate", f"{c.win_rate:.0%} of the pairs, ties half, 95 % interval {low:.0%} to {high:.0%}")
+    if c.judge is not None:
+        table.add_row(
+            "judge", f"{one_line(c.judge['model'])} ({c.judge['mode']}): {agreement_text(c.judge['agreement'])}"
+        )
+        order = c.judge.get("order_decided")
+        if order is not None:
+            table.add_row("", f"the order of the answers decided {order:.0%} of its comparisons, which are ties")
+        table.add_row("", f"{c.judge['num_requests']} requests, {c.judge['num_tokens']} tokens ({c.judge['answers']})")
     if c.num_left_out:
         table.add_row("left out", f"{count_of(c.num_left_out, 'pair')}, of which one has no reward")
     table.add_row("p-value", f"{c.p_value:.2g} (paired permutation test over prompts, two-sided, {method})")

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import CellType, CodeType, ModuleType
 from typing import Any
 
+from tunesmith.base.config.judge import is_judge
 from tunesmith.base.config.sections import RewardSource
 from tunesmith.base.core.errors import RewardError
 from tunesmith.learn.rewards.builtin import BUILTINS, RewardFunction
@@ -94,9 +95,9 @@ def check_callable(function: object, source: str) -> RewardFunction:
 
 
 def is_function(source: str) -> bool:
-    """True if the `source` of a recipe has the form of a function's; False for a built-in and a model."""
+    """True if the `source` of a recipe has the form of a function's; False for a built-in, a model and a judge."""
     is_model = Path(source).is_dir() or (":" not in source and not source.endswith(".py"))
-    return source not in BUILTINS and not is_model
+    return source not in BUILTINS and not is_model and not is_judge(source)
 
 
 def _is_file(place: str) -> bool:

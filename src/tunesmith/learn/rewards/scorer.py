@@ -21,9 +21,11 @@ from tunesmith.engine.batch.rollout import Group
 from tunesmith.engine.distributed.ranks import gathered, share_of
 from tunesmith.engine.models.heads import RewardModel
 from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase
+from tunesmith.learn.judges.judge import Judge
 from tunesmith.learn.rewards.ahead import Ahead, Calls, Portion, answers_async, checked, one_answer, portions
 from tunesmith.learn.rewards.calling import CalledReward
 from tunesmith.learn.rewards.functions import identity_of
+from tunesmith.learn.rewards.judged import JudgeReward
 from tunesmith.learn.rewards.model import ModelReward
 from tunesmith.learn.rewards.outcome import (
     Failure,
@@ -158,6 +160,17 @@ class Scorer:
         for reward in self._rewards:
             if isinstance(reward, CalledReward):
                 reward.check_columns(columns)
+
+    @property
+    def judges(self) -> dict[str, Judge]:
+        """The judges among the rewards, by name."""
+        rewards = zip(self.names, self._rewards, strict=True)
+        return {name: reward.judge for name, reward in rewards if isinstance(reward, JudgeReward)}
+
+    @property
+    def is_relative(self) -> bool:
+        """True if a reward compares the completions of a prompt with each other, so that one alone has none."""
+        return any(isinstance(reward, JudgeReward) and reward.is_relative for reward in self._rewards)
 
     @property
     def models(self) -> dict[str, RewardModel]:

@@ -1,4 +1,4 @@
-"""Load a reward from a recipe's `source`: a Python function, a built-in, or a reward model."""
+"""Load a reward from a recipe's `source`: a Python function, a built-in, a reward model, or a judge."""
 
 import difflib
 from collections.abc import Mapping, Sequence, Set
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tunesmith.base.config.judge import JUDGE, is_judge
 from tunesmith.base.config.sections import RewardSource
 from tunesmith.base.core.errors import ModelError, RewardError
 from tunesmith.engine.models.heads import RewardModel
@@ -16,6 +17,7 @@ from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.learn.rewards.builtin import BUILTINS, RewardFunction
 from tunesmith.learn.rewards.calling import CalledReward, FunctionReward, ObjectReward
 from tunesmith.learn.rewards.functions import check_callable, file_of, function_of, is_function
+from tunesmith.learn.rewards.judged import judge_reward
 from tunesmith.learn.rewards.model import ModelReward
 from tunesmith.learn.rewards.outcome import Policy, Reward
 from tunesmith.learn.rewards.processes import Processes, ProcessReward
@@ -77,6 +79,8 @@ def code_files(sources: Sequence[RewardLike]) -> dict[str, Path]:
 
 def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> ModelReward | CalledReward:
     source = section.source
+    if is_judge(source):
+        return judge_reward(section, policy)
     is_builtin = source in BUILTINS
     is_model = not is_builtin and not is_function(source)
     if section.arguments and not is_builtin:
@@ -103,7 +107,7 @@ def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> Mo
     except ModelError as error:
         raise RewardError(
             f"reward {source!r}: {error}. A reward is `./file.py:name`, `package.module:name`, a reward model, "
-            f"or a built-in: {', '.join(BUILTINS)}"
+            f"`{JUDGE}` and a judge, or a built-in: {', '.join(BUILTINS)}"
         ) from error
     reward = ModelReward(model, policy_tokenizer=loading.policy_tokenizer, policy=policy, pessimism=section.pessimism)
     if section.workers:

@@ -129,9 +129,10 @@ class Rollouts:
 
     def mean_reward(self, prompts: Sequence[Prompt]) -> Metrics:
         """`eval/reward`: mean reward of one completion of each prompt, with the same noise at every step, if any.
-        With an environment also how the trajectories went, but for seconds.
+        With an environment also how the trajectories went, but for seconds. Empty if a reward compares the completions
+        of a prompt with each other.
         """
-        if not prompts:
+        if not prompts or self.scorer.is_relative:
             return {}
         with span("evaluate"):
             sampling = sampling_params(self.cfg, derive(self.seed, "evaluate", 0))
@@ -320,6 +321,7 @@ class PolicyTask:
             **({"the demonstrations": fingerprint_of_rows(self.demonstrations)} if self.demonstrations else {}),
             "the rewards": ", ".join(self.scorer.names),
             **{f"the reward function {name}": code for name, code in self.scorer.functions.items()},
+            **{f"the judge {name}": judge.identity for name, judge in self.scorer.judges.items()},
             **{f"the {name}": code for name, code in self._given.items()},
             **{
                 f"the environment's file {place}": fingerprint_of_file(file)

@@ -132,6 +132,8 @@ def _win_tiles(comparison: Facts) -> list[Tile]:
         return []
     low, high = map(percent, comparison.get("win_rate_interval") or (None, None))
     tiles = [Tile("Win rate", percent(comparison["win_rate"]), f"ties half, 95\u202f% interval {low} to {high}")]
+    if judge := comparison.get("judge"):
+        tiles.append(Tile("Judge", str(judge.get("model", UNKNOWN)), _agreement(judge.get("agreement"))))
     found: Facts | None = comparison.get("environment")
     if found:
         sides = ("before", "after")
@@ -142,6 +144,16 @@ def _win_tiles(comparison: Facts) -> list[Tile]:
         tiles.append(Tile("Turns", turns, f"{calls} calls of a trajectory"))
         tiles.append(Tile("Ended, after", ended[1], f"before: {ended[0]}"))
     return tiles
+
+
+def _agreement(found: Facts | None) -> str:
+    """How far a judge agrees with people, which stands beside what it says."""
+    if not found:
+        return "agreement with people not measured"
+    share, low, high = (percent(found.get(name)) for name in ("share", "low", "high"))
+    return (
+        f"agrees with people on {share} of {found.get('num_votes', UNKNOWN)} votes, 95\u202f% interval {low} to {high}"
+    )
 
 
 def _out_of(facts: Facts) -> str:

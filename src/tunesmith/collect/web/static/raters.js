@@ -42,7 +42,8 @@ function entryRow(entry) {
 }
 
 /** What a rater is, in a word or two. */
-function roleOf({ role, scopes }) {
+function roleOf({ role, scopes, is_machine }) {
+  if (is_machine) return "judge (a machine)";
   if (scopes === null) return role;
   return scopes.includes("admin") ? "admin's key" : "key";
 }

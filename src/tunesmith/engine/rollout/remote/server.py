@@ -1,21 +1,16 @@
-"""A vLLM server, or another that speaks OpenAI's completions protocol with token ids, over HTTP.
-
-One connection for each request: a late or a second answer cannot be taken for that to another request.
-"""
+"""A vLLM server, or another that speaks OpenAI's completions protocol with token ids, over HTTP."""
 
 import contextlib
 import json
 import os
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.http import HTTPClient, LostError
 from tunesmith.engine.rollout.remote.connection import PLAIN, Drawn, Job, TransientError, checked
 
 API_KEY = "TUNESMITH_SERVER_KEY"
@@ -37,18 +32,16 @@ class Server:
     """The `Connection` to the server at `url`, with at most `num_slots` completions at a time."""
 
     def __init__(self, url: str, *, timeout_s: float, num_slots: int) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"rollout.server_url is {url!r}; give one such as http://localhost:8000")
+        try:
+            self._client = HTTPClient(url, timeout_s)
+        except ValueError as error:
+            raise InputError(f"rollout.server_url is {error}") from error
         self.name = f"the server {url}"
         self.dtype: str | None = None
-        self._address = parts
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._timeout_s = timeout_s
+        self._path = self._client.path.removesuffix("/v1")
         self._num_slots = num_slots
         self._way: dict[str, Any] | None = None  # of loading weights, once one worked
         self._model = ""
-        self._open: set[HTTPConnection] = set()
 
     def absence(self) -> str:
         """Why the server does not answer now, or empty. Raises RefusedError if it refuses, as without its key."""
@@ -104,7 +97,7 @@ class Server:
                     done |= {} if drawn is None else {futures[future]: drawn}
         finally:
             failed.set()
-            self._abort()
+            self._client.abort()
             pool.shutdown()
         return done, problem
 
@@ -182,24 +175,11 @@ class Server:
             TransientError: it is away, or it failed.
         """
         where = f"{method} {path.partition('?')[0]}"
-        secure = self._address.scheme == "https"
-        kind = HTTPSConnection if secure else HTTPConnection
-        connection = kind(self._address.hostname or "", self._address.port, timeout=self._timeout_s)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if key := os.environ.get(API_KEY):
-            headers["Authorization"] = f"Bearer {key}"
-        self._open.add(connection)
         try:
-            connection.request(method, self._path + path, json.dumps(body) if body is not None else None, headers)
-            response = connection.getresponse()
-            status, text = response.status, response.read().decode("utf-8", "replace")
-        except TimeoutError as error:
-            raise TransientError(f"{where}: no answer in {self._timeout_s:g} s") from error
-        except (OSError, HTTPException) as error:
-            raise TransientError(f"{where}: {error or type(error).__name__}") from error
-        finally:
-            self._open.discard(connection)
-            connection.close()
+            response = self._client.send(method, self._path + path, body, os.environ.get(API_KEY, ""))
+        except LostError as error:
+            raise TransientError(f"{where}: {error}") from error
+        status, text = response.status, response.text
         said = f"{where} answered {status}: {' '.join(text.split())[:300]}"
         if status in _AWAY:
             raise TransientError(said)
@@ -211,10 +191,3 @@ class Server:
             return json.loads(text) if text.strip() else None
         except ValueError as error:
             raise TransientError(f"{where} answered what is no JSON: {text[:200]}") from error
-
-    def _abort(self) -> None:
-        """End the requests that still run, in whatever thread."""
-        for connection in list(self._open):
-            if connection.sock is not None:
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    connection.sock.shutdown(socket.SHUT_RDWR)
