@@ -29,12 +29,18 @@ def filled(template: str, texts: Mapping[str, str]) -> str:
     return "".join(literal + ("" if name is None else texts[name]) for literal, name, _, _ in parts)
 
 
-def checked_template(template: str, needed: str) -> str:
-    """`template` as it is. Raises ValueError, with the remedy, if it is malformed or lacks the name `needed`."""
+def checked_template(template: str, needed: str, known: tuple[str, ...] = ()) -> str:
+    """`template` as it is. Raises ValueError, with the remedy, if it is malformed, lacks the name `needed`, or has one
+    that is not `known`, where some are.
+    """
     try:
         names = names_in(template)
     except ValueError as error:
         raise ValueError(f"{template!r} is no template: {error}") from error
     if needed not in names:
         raise ValueError(f"{template!r} has no {{{needed}}}, which is what is answered; add it")
+    unknown = [name for name in names if known and name not in known]
+    if unknown:
+        listed = ", ".join(f"{{{name}}}" for name in known)
+        raise ValueError(f"{template!r} has {{{unknown[0]}}}, of which there is no text; there are {listed}")
     return template

@@ -28,7 +28,6 @@ from tunesmith.engine.models.division import divide
 from tunesmith.engine.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase, freeze_lower_layers, room_for_prompts
-from tunesmith.engine.models.logprob import completion_states
 from tunesmith.engine.models.lora import has_adapters
 from tunesmith.engine.models.optimizer import MasterAdamW, StepReport
 from tunesmith.engine.rollout.engine import Engine
@@ -181,10 +180,8 @@ class Distill(PolicyParts):
 
 
 def _predictions(model: LanguageModel, sequences: Sequences, weight: float = 1.0) -> Predictions:
-    hidden_NH, layer = completion_states(
-        model, sequences.ids_BS, sequences.lengths_B, prompt_lengths_B=sequences.prompt_lengths_B
-    )
-    return Predictions(hidden_NH, layer, weight)
+    shape = sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B
+    return passes.predictions(model, *shape, weight)
 
 
 def _completion_ids(sequences: Sequences) -> torch.Tensor:
