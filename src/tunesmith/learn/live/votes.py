@@ -185,22 +185,25 @@ def with_reason(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
 ) -> VotedPair:
-    """`pair` with the prompt that its teacher reads, if the rater said why, or wrote the chosen answer; as it is if
-    that would be too long with an answer.
+    """`pair` with the prompt that its teacher reads, if the rater said why, or wrote the chosen answer; as it is, with
+    a warning, if that would be too long with an answer, or cannot be added to the prompt.
     """
     reason, is_edit = vote.reason.strip(), vote.chosen.source_id == EDITED
     if not (reason or is_edit):
         return pair
     chosen, rejected = pair.texts
     said = {"edit": chosen} if is_edit else {"reason": reason, "chosen": chosen, "rejected": rejected}
-    content = with_context(pair.prompt.content, section.edit_template if is_edit else section.template, said)
-    ids = encode_prompt(tokenizer, replace(pair.prompt, content=content, token_ids=None))
+    template = section.edit_template if is_edit else section.template
+    try:
+        content = with_context(pair.prompt.content, template, said)
+        ids = encode_prompt(tokenizer, replace(pair.prompt, content=content, token_ids=None))
+    except DataError as error:
+        _log.warning("the reason of vote %d is left out: %s", vote.id, error)
+        return pair
     taught = replace(pair, taught_ids=ids, is_edit=is_edit)
     longest = max(len(read.prompt_ids) + len(read.completion_ids) for _, read in taught.taught)
     if longest > max_tokens:
-        _log.warning(
-            "what vote %d says is left out: %d tokens with an answer, %d at most", vote.id, longest, max_tokens
-        )
+        _log.warning("the reason of vote %d is left out: %d tokens, %d at most", vote.id, longest, max_tokens)
         return pair
     return taught
 
