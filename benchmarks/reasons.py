@@ -23,7 +23,6 @@ from tunesmith import train
 from tunesmith.apps.workflows.live_simulation import hit
 from tunesmith.base.config.sections import ModelSection, RewardSource
 from tunesmith.base.core.seeds import derive, permutation
-from tunesmith.base.schema.records import Pair, Prompt
 from tunesmith.collect.data.prompts import film_prompts
 from tunesmith.collect.statistics.intervals import proportion_interval
 from tunesmith.engine.batch.rollout import SamplingParams
@@ -115,14 +114,13 @@ def learnt(arm: str, rows: Sequence[Mapping[str, Any]], folder: Path, options: N
             "pairs.heldout_fraction": 0.0,
             "dpo": {"num_epochs": 3, "pairs_per_step": 20, "micro_batch_size": 20},
         }
-        pairs = [
-            Pair(Prompt(str(place), row["prompt"]), row["chosen"], row["rejected"]) for place, row in enumerate(chosen)
-        ]
+        pairs = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in chosen]
         model = str(train.dpo(model=model, pairs=pairs, **shared, **settings).run_dir / "final")
     if with_reasons:
         settings = {
             "run.dir": str(folder / "distill"),
-            "prompts": {"heldout_fraction": 0.0, "skip_bad": options.quick},
+            "prompts.heldout_fraction": 0.0,
+            "prompts.skip_bad": options.quick,
             "rollout": {"prompts_per_step": 16, "completions_per_prompt": 2, "max_new_tokens": 24},
             "distill.context.template": TEMPLATE,
             "distill.self_weights": options.self_weights,

@@ -17,11 +17,11 @@ from tunesmith.learn.live.loop import Loop
 NO_KL = {"coef": 0.0, "target": None, "budget": None}
 
 
-def give_votes(loop: Loop, people: Voters, count: int, reason: str = "plain words") -> None:
-    """Votes on what the loop draws, of which every second one has a reason."""
+def give_votes(loop: Loop, people: Voters, reason: str = "plain words") -> None:
+    """Votes on all that the loop draws, of which every second one has a reason."""
     loop.refill()
     given = 0
-    while given < count and (shown := people.ask(count - given)):
+    while shown := people.ask(20):
         for one in shown:
             said = reason if given % 2 == 0 else ""
             people.store.vote(one.token, people.rater_id, people.verdict(one), said)
@@ -37,7 +37,7 @@ def test_the_gradient_of_reasons_is_that_of_a_float64_twin(tmp_path: Path) -> No
     templates = {"template": "({reason}; not: {rejected}) {prompt}", "edit_template": "({edit}) {prompt}"}
     cfg = live_recipe(tmp_path, live={"reasons": {"weight": 0.3, **templates}, "kl": NO_KL})
     with looping(cfg) as loop, voters(tmp_path) as people:
-        give_votes(loop, people, 8)
+        give_votes(loop, people)
         for name in people.answered(loop, 0, 2):
             people.say(name, " written by hand", metric="demonstration")
         loop.read_votes()
@@ -74,7 +74,7 @@ def test_the_gradient_of_reasons_is_that_of_a_float64_twin(tmp_path: Path) -> No
 def test_an_update_learns_reasons_beside_the_pairs(tmp_path: Path) -> None:
     cfg = live_recipe(tmp_path, live={"reasons": {"weight": 0.5}, "kl": NO_KL, "update_after_s": 1e-6})
     with looping(cfg) as loop, voters(tmp_path) as people:
-        give_votes(loop, people, 8)
+        give_votes(loop, people)
         run_updates(loop, 1)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert row["reasons/loss"] > 0 and 0 <= row["reasons/teacher_agreement"] <= 1 and "rewards/chosen" in row
@@ -85,7 +85,7 @@ def test_votes_without_a_reason_or_with_one_that_is_too_long_are_learnt_as_pairs
 ) -> None:
     with looping(live_recipe(tmp_path, live={"reasons": {"weight": 0.5}})) as loop, voters(tmp_path) as people:
         loop.memory.max_tokens = 150
-        give_votes(loop, people, 8, reason="x" * 200)
+        give_votes(loop, people, reason="x" * 200)
         loop.read_votes()
         votes = fresh(loop)
         assert votes and not any(vote.taught_ids for vote in votes)
@@ -94,7 +94,7 @@ def test_votes_without_a_reason_or_with_one_that_is_too_long_are_learnt_as_pairs
 
 def test_reasons_are_not_learnt_unless_they_have_a_weight(tmp_path: Path) -> None:
     with looping(live_recipe(tmp_path)) as loop, voters(tmp_path) as people:
-        give_votes(loop, people, 8)
+        give_votes(loop, people)
         loop.read_votes()
         assert fresh(loop) and not any(vote.taught_ids for vote in fresh(loop))
 

@@ -88,13 +88,13 @@ class ReasonBatch:
         """Those of `votes`, on the CPU."""
         sides = [side for vote in votes for side in vote.taught]
         shares = [1.0 / len(vote.taught) for vote in votes for _ in vote.taught]
-        tensors = [tensor for place in (0, 1) for tensor in _padded([side[place] for side in sides])]
+        own, read = _padded([side[0] for side in sides]), _padded([side[1] for side in sides])
         weights: list[float] = []
-        for (own, _), share in zip(sides, shares, strict=True):
-            others = {place for part in own.between for place in part}
-            places = range(len(own.completion_ids))
-            weights += [0.0 if place in others else share / own.num_said for place in places]
-        return cls(*tensors, torch.tensor(weights))
+        for (answer, _), share in zip(sides, shares, strict=True):
+            others = {place for part in answer.between for place in part}
+            places = range(len(answer.completion_ids))
+            weights += [0.0 if place in others else share / answer.num_said for place in places]
+        return cls(*own, *read, torch.tensor(weights))
 
 
 def _padded(answers: Sequence[Answer]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
