@@ -145,7 +145,8 @@ def distill(
     """Train a student to follow one or several teachers on its own completions; returns the run's folder, metrics and
     summary.
 
-    `teacher` is a model's name or folder, or several of equal weight. The other arguments and the errors are those of
+    `teacher` is a model's name or folder, or several of equal weight; `self` is the student, which reads the column
+    `privileged_context` of the prompts as its own teacher. The other arguments and the errors are those of
     `ppo`.
     """
     names = [teacher] if isinstance(teacher, str) else teacher

@@ -80,6 +80,8 @@ def said(environments: Sequence[Plays], trajectories: Sequence[Trajectory]) -> l
 def runs_of_all(folder: Path) -> dict[str, tuple[Recipe, Inputs]]:
     """Three steps of each algorithm, with what it has of statistics over the whole batch."""
     run = {"steps": 3, "eval_every": 2, "checkpoint_every": 2}
+    averaged = {"teachers": [{"model": "self"}], "self_weights": "ema", "num_minibatches": 2}
+    told = Inputs(prompts=[{"prompt": text, "privileged_context": f"{text}?"} for text in PROMPTS])
     drawn, preferred = Inputs(prompts=PROMPTS, rewards=[few_low]), Inputs(pairs=pairs())
     ppo = {"kl": KL, "whiten_rewards": True, "target_kl": 0.2}
     refilled = {"num_minibatches": 2, "dynamic_sampling": 1, "kl": {"coef": 0.1}}
@@ -99,6 +101,7 @@ def runs_of_all(folder: Path) -> dict[str, tuple[Recipe, Inputs]]:
         ),
         "best_of_n": (best_of_n_recipe(folder, run=run, best_of_n={"keep": 3, "kl": KL}), drawn),
         "distill": (distill_recipe(folder, run=run, prompts=HELDOUT, distill={"num_minibatches": 2}), drawn),
+        "self": (distill_recipe(folder, run=run, prompts=HELDOUT, distill=averaged), told),
     }
 
 

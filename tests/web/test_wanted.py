@@ -24,6 +24,10 @@ HARMLESS = {
     "prompts.split_column",
     "reward.*.label",
     "reward.*.arguments",
+    "distill.context.column",
+    "distill.context.template",
+    "live.reasons.template",
+    "live.reasons.edit_template",
 }
 
 

@@ -102,7 +102,7 @@ def _in_words(default: object) -> str:
         return str(default).lower()
     if isinstance(default, tuple):
         return str(list(default))  # pyright: ignore[reportUnknownArgumentType]
-    return str(default) if default != "" else '""'
+    return str(default).replace("\n", "\\n") if default != "" else '""'
 
 
 _CUTOFF = 0.6

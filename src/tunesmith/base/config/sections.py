@@ -52,6 +52,9 @@ class LoraSection(Section):
     """Seed of the initial adapter weights."""
 
 
+SELF = "self"
+"""Teacher that is the student itself."""
+
 TINY_FAMILIES = (
     "llama",
     "mistral",

@@ -29,6 +29,7 @@ from tunesmith.collect.data.collate import (
     measure_prompts,
     prefix_prompts,
 )
+from tunesmith.collect.data.contexts import Context
 from tunesmith.collect.data.demonstrations import DemonstrationLike, encode_demonstrations, load_demonstrations
 from tunesmith.collect.data.pairs import JudgementLike, PreferenceLike, load_judgements, load_preferences, pairs_of
 from tunesmith.collect.data.prompts import PromptLike, load_prompts
@@ -227,10 +228,12 @@ def prompt_sets(
     given: Sequence[PromptLike] | None = None,
     *,
     max_length: int | None = None,
+    context: Context | None = None,
 ) -> PromptSets:
     """The prompts of `section`, or `given` instead: split, cut to prefixes, and measured.
 
-    `max_length` is the limit of a prompt that the model's context imposes, in tokens. A leak is logged as a warning.
+    `max_length` is the limit of a prompt that the model's context imposes, in tokens, also with the `context` that a
+    teacher reads, which every prompt must have if it is given. A leak is logged as a warning.
 
     Raises:
         DataError: Bad rows, all named and counted, unless `section.skip_bad`; or no rows left to train on.
@@ -246,6 +249,8 @@ def prompt_sets(
     def measure(prompts: list[Prompt], bad: BadRows) -> list[MeasuredPrompt]:
         if section.prefix_tokens:
             prompts = prefix_prompts(prompts, tokenizer, section.prefix_tokens, seed, bad)
+        if context is not None:
+            prompts = context.usable(prompts, tokenizer, max_length, bad)
         return measure_prompts(prompts, tokenizer, limit, bad)
 
     sides = _read(section, load, (given, None), seed, key)

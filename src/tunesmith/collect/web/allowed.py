@@ -10,7 +10,7 @@ from pathlib import Path
 from tunesmith.base.config.keys import did_you_mean
 from tunesmith.base.config.merge import Problem
 from tunesmith.base.config.recipe import Recipe
-from tunesmith.base.config.sections import BUILTIN_REWARDS, TINY_FAMILIES
+from tunesmith.base.config.sections import BUILTIN_REWARDS, SELF, TINY_FAMILIES
 from tunesmith.base.config.yaml_text import is_list, is_mapping
 from tunesmith.base.core.errors import DataError
 from tunesmith.collect.data.prompts import ARITHMETIC, FILMS
@@ -79,7 +79,7 @@ class Allowed:
         if "*" in name:
             return False
         if names_model(pattern):
-            return name in MODEL_NAMES or self._has(name)
+            return name in MODEL_NAMES or (pattern != MODEL and name == SELF) or self._has(name)
         if pattern in REWARDS:
             # With a colon or `.py` it names a Python function, wherever that is.
             return name in BUILTIN_REWARDS or (":" not in name and not name.endswith(".py") and self._has(name))

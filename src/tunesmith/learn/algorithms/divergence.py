@@ -47,10 +47,14 @@ class Divergence:
 
     The first formula vanishes as beta approaches 0 or 1, so the two ends are not its limits. Gradients are not scaled
     by temperature^2.
+
+    `is_sampled` estimates the reverse KL by the sampled token y alone: log p(y) - log q(y), with the gradient
+    (log p(y) - log q(y)) grad log p(y). Over samples of p both have the mean of the reverse KL's.
     """
 
     beta: float = 1.0
     temperature: float = 1.0
+    is_sampled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +102,15 @@ def divergence_loss(
     num_tokens: Denominator,
     vocabulary: int | None = None,
     chunk_bytes: int | None = None,
+    sampled_N: Tensor | None = None,
+    weight_N: Tensor | None = None,
 ) -> tuple[Tensor, DivergenceStats]:
     """Scalar loss, differentiable through the student's hidden states and output layer, and detached statistics.
 
-    The loss is the sum of the divergence over the tokens, divided by `num_tokens`, the number of tokens of the whole
-    optimizer step. Logits have the dtype of the weights, or of autocast; the softmax is in float32 (float64 for
-    float64). No gradient flows to the teachers.
+    The loss is the sum of the divergence over the tokens, each times its weight in `weight_N` if that is given, divided
+    by `num_tokens`, the number of tokens (or the sum of weights) of the whole optimizer step; statistics have no
+    weights. `sampled_N` are the ids of the tokens, for a divergence that `is_sampled`. Logits have the dtype of the
+    weights, or of autocast; the softmax is in float32 (float64 for float64). No gradient flows to the teachers.
 
     Several teachers: the weighted mean of their divergences, not the divergence from one mixture, so that teachers are
     independent of each other and their sums add up. Its optimum is the weighted arithmetic mean of the teachers for the
@@ -118,9 +125,11 @@ def divergence_loss(
     16-bit inputs; a second backward pass raises RuntimeError.
 
     Raises:
-        InputError: shapes do not fit, or vocabularies differ.
+        InputError: shapes do not fit, vocabularies differ, or the sampled ids are missing.
     """
     check_denominator("num_tokens", num_tokens)
+    if divergence.is_sampled and sampled_N is None:
+        raise InputError("a divergence that is sampled needs the ids of the tokens; give sampled_N")
     models = [
         _cast(student),
         *(_cast(replace(one, hidden_NH=one.hidden_NH.detach())) for one in teachers),
@@ -128,12 +137,25 @@ def divergence_loss(
     size = _common_size(models, vocabulary)
     hidden_NH, layer = models[0].hidden_NH, models[0].layer
     chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
-    call = _Call(models[1:], divergence, size, chunk_bytes, _softcap(models[0]))
+    tokens = _Tokens(sampled_N if divergence.is_sampled else None, weight_N)
+    call = _Call(models[1:], divergence, size, chunk_bytes, _softcap(models[0]), tokens)
     tensors = (hidden_NH, None, None) if layer is None else (hidden_NH, layer.weight_VH, layer.bias_V)
     if not records_gradient(*tensors):
         tensors = tuple(None if tensor is None else tensor.detach() for tensor in tensors)
     summed, sums_K = _InBlocks.apply(*tensors, call)  # type: ignore[reportGeneralTypeIssues]
-    return summed / num_tokens, DivergenceStats(sums_K.new_tensor(len(hidden_NH)), *sums_K.unbind())
+    return summed / num_tokens, DivergenceStats(sums_K.new_tensor(len(hidden_NH)), *sums_K[:3].unbind())
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The id of each token, if the divergence is sampled, and its weight, if they have any."""
+
+    sampled_N: Tensor | None
+    weight_N: Tensor | None
+
+    def part(self, rows: slice) -> "_Tokens":
+        """Those of `rows`."""
+        return _Tokens(*(None if one is None else one[rows] for one in (self.sampled_N, self.weight_N)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +167,11 @@ class _Call:
     size: int
     chunk_bytes: int
     softcap: float | None
+    tokens: _Tokens
 
 
 class _InBlocks(torch.autograd.Function):
-    """(sum of the divergences, sums_K), with gradients computed in the forward pass."""
+    """(Weighted sum of the divergences, sums_K), with gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -163,17 +186,19 @@ class _InBlocks(torch.autograd.Function):
         ]
         layer = None if weight_VH is None else OutputLayer(weight_VH, bias_V)
         models = [(one, LogitsBuffer()) for one in (Predictions(hidden_NH, layer), *call.teachers)]
-        sums_K = torch.zeros(3, dtype=torch.float64, device=hidden_NH.device)
+        sums_K = torch.zeros(4, dtype=torch.float64, device=hidden_NH.device)
         row_bytes = call.size * sum(model.hidden_NH.element_size() for model, _ in models)
         work_bytes = _WORK_BYTES.get(hidden_NH.device.type, _WORK_BYTES["cuda"])
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for rows in blocks(len(hidden_NH), row_bytes, call.chunk_bytes, FEWEST_ROWS):
                 student_RV, *teachers_RV = [_logits(model, rows, call.size, buffer) for model, buffer in models]
+                tokens = call.tokens.part(rows)
                 for part in blocks(len(student_RV), 4 * call.size, work_bytes, 1):
-                    sums_K += _score(student_RV[part], [logits_RV[part] for logits_RV in teachers_RV], call)
+                    of_part = [logits_RV[part] for logits_RV in teachers_RV]
+                    sums_K += _score(student_RV[part], of_part, tokens.part(part), call)
                 _add_gradients(gradients, rows, student_RV, hidden_NH, weight_VH)
         ctx.mark_non_differentiable(sums_K)
-        return sums_K[0].to(sums_dtype), sums_K
+        return sums_K[0 if call.tokens.weight_N is None else 3].to(sums_dtype), sums_K
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -212,20 +237,29 @@ def _add_gradients(
         d_bias_V[:size] += d_logits_RV.sum(0, dtype=d_bias_V.dtype)
 
 
-def _score(student_RV: Tensor, teachers_RV: Sequence[Tensor], call: _Call) -> Tensor:
-    """sums_K: divergence, student's entropy and agreement. The gradient is written over the student's logits."""
+def _score(student_RV: Tensor, teachers_RV: Sequence[Tensor], tokens: _Tokens, call: _Call) -> Tensor:
+    """sums_K: divergence, student's entropy, agreement, and the divergence times the tokens' weights. The gradient is
+    written over the student's logits.
+    """
     temperature, weights = call.divergence.temperature, sum(teacher.weight for teacher in call.teachers)
     logp_RV = _log_probs(student_RV, call.softcap, temperature)
     p_RV, slope_RV, top_R = logp_RV.exp(), torch.zeros_like(logp_RV), logp_RV.argmax(-1)
-    sums_K = student_RV.new_zeros(3, dtype=torch.float64)
+    sums_K = student_RV.new_zeros(4, dtype=torch.float64)
     sums_K[1] = -total(torch.linalg.vecdot(p_RV, logp_RV))
     for teacher, logits_RV in zip(call.teachers, teachers_RV, strict=True):
         share = teacher.weight / weights
         logq_RV = _log_probs(logits_RV, _softcap(teacher), temperature)
-        divergence_R, d_logits_RV = _divergence(logp_RV, p_RV, logq_RV, call.divergence.beta)
+        if tokens.sampled_N is None:
+            divergence_R, d_logits_RV = _divergence(logp_RV, p_RV, logq_RV, call.divergence.beta)
+        else:
+            divergence_R, d_logits_RV = _sampled(logp_RV, p_RV, logq_RV, tokens.sampled_N)
         slope_RV.add_(d_logits_RV, alpha=share)
         sums_K[0] += share * total(divergence_R)
         sums_K[2] += share * total(logq_RV.argmax(-1) == top_R)
+        if tokens.weight_N is not None:
+            sums_K[3] += share * total(divergence_R * tokens.weight_N)
+    if tokens.weight_N is not None:
+        slope_RV.mul_(tokens.weight_N[:, None])
     if call.softcap is not None:
         slope_RV.mul_(1 - torch.tanh(widened(student_RV) / call.softcap).square())
     student_RV.copy_(slope_RV.div_(temperature))
@@ -251,6 +285,14 @@ def _divergence(logp_RV: Tensor, p_RV: Tensor, logq_RV: Tensor, beta: float) -> 
         return from_student_R, slope_RV
     from_teacher_R = torch.linalg.vecdot(logq_RV.exp(), logq_RV - mixture_RV)
     return beta * from_teacher_R + (1 - beta) * from_student_R, slope_RV.mul_(1 - beta)
+
+
+def _sampled(logp_RV: Tensor, p_RV: Tensor, logq_RV: Tensor, sampled_R: Tensor) -> tuple[Tensor, Tensor]:
+    """log p - log q of the sampled token of each row, and that times the derivative of log p, `1[v = y] - p_v`."""
+    place_R1 = sampled_R[:, None]
+    ratio_R1 = logp_RV.gather(1, place_R1) - logq_RV.gather(1, place_R1)
+    slope_RV = (-ratio_R1 * p_RV).scatter_add_(1, place_R1, ratio_R1)
+    return ratio_R1[:, 0], slope_RV
 
 
 def _log_probs(logits_RV: Tensor, softcap: float | None, temperature: float) -> Tensor:

@@ -514,16 +514,18 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
     freeze_lower_layers(model, cfg.model.num_trainable_layers)
     optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS, kernels=policy.kernels)
     controller = kl.Controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0)
+    temperature, weight = cfg.rollout.temperature, cfg.live.reasons.weight
     learner = VoteDPO(
-        cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature, cfg.live.feedback
+        cfg.dpo, policy, reference, optimizer, controller, tokenizer, temperature, cfg.live.feedback, weight
     )
     engine = engine_for(cfg.rollout, policy, tokenizer, lambda: learner.optimizer)  # a rollback replaces it
     section = cfg.live.selection
     selection = None if section.method == "random" else Selection(section, reference)
     offers = Offers(cfg, found, engine, reference, tokenizer, selection)
     cut = {one.content: one.token_ids for one in (*found.train, *found.heldout) if one.token_ids is not None}
-    memory = VoteMemory(tokenizer, context or 10**9, keeps_ties=cfg.dpo.ties != "drop", prompt_ids=cut)
-    feedback = FeedbackMemory(cfg.live.feedback, context or 10**9)
+    longest, keeps_ties = context or 10**9, cfg.dpo.ties != "drop"
+    memory = VoteMemory(tokenizer, longest, keeps_ties=keeps_ties, prompt_ids=cut, reasons=cfg.live.reasons)
+    feedback = FeedbackMemory(cfg.live.feedback, longest)
     regenerated = RegeneratedMemory(feedback, cfg.live.feedback.regenerated_within_s or 0.0)
     versions = Versions(cfg, learner, folder, identity)
     return Loop(cfg, learner, offers, memory, feedback, regenerated, folder, versions, stop)

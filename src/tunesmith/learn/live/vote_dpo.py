@@ -2,8 +2,8 @@
 
 Guo et al. 2024, arXiv 2402.04792; Qi et al. 2024, arXiv 2406.05534. The loss is one of `algorithms.direct_loss` plus a
 penalty on the KL to the base model, which is the reference. Thumbs on single answers are learnt by KTO in the same
-steps. Shape legend: N votes or thumbs, S sides (0 chosen, 1 rejected), A distinct answers of a micro-batch, B the same
-answers as rows of the batch, T completion tokens.
+steps, and reasons of votes by self-distillation. Shape legend: N votes or thumbs, S sides (0 chosen, 1 rejected),
+A distinct answers of a micro-batch, B the same answers as rows of the batch, T completion tokens.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from tunesmith.collect.data.answers import (
     collate_answers,
     with_mismatched,
 )
-from tunesmith.collect.data.collate import weights_of
+from tunesmith.collect.data.collate import pad_right, weights_of
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
@@ -34,6 +34,7 @@ from tunesmith.engine.models.logprob import TokenScores, token_logps
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.learn.algorithms import direct_loss, kl
 from tunesmith.learn.algorithms.direct_loss import DirectStats, PairLogps
+from tunesmith.learn.algorithms.divergence import Divergence, DivergenceStats, divergence_loss
 from tunesmith.learn.algorithms.kl import Controller
 from tunesmith.learn.algorithms.sums import merged
 from tunesmith.learn.live.feedback import LabelledAnswer
@@ -41,7 +42,7 @@ from tunesmith.learn.live.votes import VotedPair
 from tunesmith.learn.trainers import setup
 from tunesmith.learn.trainers.api import PolicyWithKL, StepResult
 from tunesmith.learn.trainers.dpo import TokenSums, token_metrics
-from tunesmith.learn.trainers.passes import accumulate
+from tunesmith.learn.trainers.passes import accumulate, predictions
 
 NUM_STEPS = 10**9
 """Total steps of optimizers and schedules: the live loop has no end."""
@@ -71,6 +72,40 @@ class LabelBatch:
     weight_N: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ReasonBatch:
+    """The answers of some votes behind their prompts, the same answers behind what the teacher reads, and the weight of
+    each token, with which those of a vote sum to 1.
+    """
+
+    ids_BS: torch.Tensor
+    lengths_B: torch.Tensor
+    prompt_lengths_B: torch.Tensor
+    read_ids_BS: torch.Tensor
+    read_lengths_B: torch.Tensor
+    read_prompt_lengths_B: torch.Tensor
+    weight_N: torch.Tensor
+
+    @classmethod
+    def of_votes(cls, votes: Sequence[VotedPair]) -> "ReasonBatch":
+        """Those of `votes`, on the CPU."""
+        sides = [side for vote in votes for side in vote.taught]
+        shares = [1.0 / len(vote.taught) for vote in votes for _ in vote.taught]
+        own, read = _padded([side[0] for side in sides]), _padded([side[1] for side in sides])
+        weights: list[float] = []
+        for (answer, _), share in zip(sides, shares, strict=True):
+            others = {place for part in answer.between for place in part}
+            places = range(len(answer.completion_ids))
+            weights += [0.0 if place in others else share / answer.num_said for place in places]
+        return cls(*own, *read, torch.tensor(weights))
+
+
+def _padded(answers: Sequence[Answer]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids_BS, lengths_B, prompt_lengths_B) of `answers`, in their order."""
+    ids_BS, lengths_B = pad_right([(*one.prompt_ids, *one.completion_ids) for one in answers], 0)
+    return ids_BS, lengths_B, torch.tensor([len(one.prompt_ids) for one in answers])
+
+
 @dataclass(slots=True)
 class VoteDPO(PolicyWithKL):
     """The learner: `step` changes the policy, the optimizer and `reference_logps`.
@@ -87,11 +122,12 @@ class VoteDPO(PolicyWithKL):
     tokenizer: PreTrainedTokenizerBase
     temperature: float
     feedback: LiveFeedbackSection = field(default_factory=LiveFeedbackSection)
+    reasons_weight: float = 0.0
     reference_logps: dict[Answer, torch.Tensor] = field(default_factory=dict[Answer, torch.Tensor])
 
     def step(self, votes: Sequence[VotedPair], index: int, labels: Sequence[LabelledAnswer] = ()) -> StepResult:
-        """One step: the losses of `votes` and `labels` and the KL penalty, accumulated over micro-batches, and an
-        update.
+        """One step: the losses of `votes`, of `labels`, of what raters said and the KL penalty, accumulated over
+        micro-batches, and an update.
         """
         size, num_units = self.cfg.micro_batch_size, len(votes) + len(labels)
         answers = [*(answer for vote in votes for answer in vote.answers), *(label.answer for label in labels)]
@@ -102,15 +138,21 @@ class VoteDPO(PolicyWithKL):
         loss_of = partial(self.micro_batch_loss, num_votes=num_units)
         of_labels = partial(self.label_loss, mismatched_kl=mismatched_kl, num_units=num_units)
         pairs, beside = chunks(votes, size), [partial(of_labels, part) for part in chunks(labels, 2 * size)]
+        said = chunks([vote for vote in votes if vote.taught_ids], size) if self.reasons_weight > 0 else []
+        of_said = [partial(self.reason_loss, part, num_units) for part in said]
         with span("update"):
-            report, stats = accumulate(self.optimizer, pairs, loss_of, beside=beside)
+            report, stats = accumulate(self.optimizer, pairs, loss_of, beside=[*beside, *of_said])
         with span("metrics"):
-            metrics = token_metrics([sums for _, sums in stats])
-            sides = [one for one, _ in stats]
+            taught = [one for one in stats if isinstance(one, DivergenceStats)]
+            judged = [one for one in stats if not isinstance(one, DivergenceStats)]
+            metrics = token_metrics([sums for _, sums in judged])
+            sides = [one for one, _ in judged]
             metrics |= merged(sides[: len(pairs)]).metrics() if pairs else {}
             if beside:
                 found = {**merged(sides[len(pairs) :]).metrics(), "kl": mismatched_kl}
                 metrics |= {f"feedback/{name}": value for name, value in found.items()}
+            if taught:
+                metrics |= {f"reasons/{name}": value for name, value in merged(taught).metrics().items()}
         rows = [*(asdict(vote.as_pair()) for vote in votes), *(label.as_row() for label in labels)]
         return StepResult(metrics, report, lambda: rows)
 
@@ -167,6 +209,25 @@ class VoteDPO(PolicyWithKL):
             nats_A = kl.penalty("k1", scores.logp_BT, reference_logp_BT, batch.mask_BT).sum(dim=1)[row_A]
             loss = loss + self.kl.value * nats_A[answer_N].sum() / num_units
         return loss, (stats, TokenSums.of_batch(batch.mask_BT, scores.entropy_BT))
+
+    def reason_loss(self, votes: Sequence[VotedPair], num_units: float) -> tuple[torch.Tensor, DivergenceStats]:
+        """The divergence of the policy from itself with what the raters of `votes` said in its context, over
+        `num_units`, with statistics: the reverse KL in nats per token, of each vote the mean over its answers of the
+        mean over their tokens, times the weight of reasons. The answers are those that were judged.
+        """
+        sent = setup.sent(ReasonBatch.of_votes(votes), self.uploader)
+        with torch.no_grad(), span("teachers"):
+            teacher = predictions(self.policy, sent.read_ids_BS, sent.read_lengths_B, sent.read_prompt_lengths_B)
+        student = predictions(self.policy, sent.ids_BS, sent.lengths_B, sent.prompt_lengths_B)
+        loss, stats = divergence_loss(
+            student,
+            [teacher],
+            Divergence(temperature=self.temperature),
+            num_tokens=num_units,
+            vocabulary=len(self.tokenizer),
+            weight_N=sent.weight_N,
+        )
+        return self.reasons_weight * loss, stats
 
     @property
     def kto_settings(self) -> DPOSection:

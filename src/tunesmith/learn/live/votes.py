@@ -4,12 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from tunesmith.base.config.algorithms.live import LiveReasonsSection
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import derive, permutation
 from tunesmith.base.schema.records import Pair, Prompt, Text
 from tunesmith.collect.data.answers import Answer, TokenLimit, encode_answer, fitting
-from tunesmith.collect.store.records import Candidate, StoredVote
+from tunesmith.collect.data.contexts import with_context
+from tunesmith.collect.store.records import EDITED, Candidate, StoredVote
 from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, encode_prompt
 
 _log = get_logger(__name__)
@@ -26,7 +28,8 @@ class VotedPair:
     """A vote as token ids. With `tie` the order of the answers has no meaning. `created_at` in seconds (UTC).
 
     `sources` are the versions that wrote the chosen and the rejected answer (`v12`; `v0` is the base model), if known.
-    `weight` multiplies the loss.
+    `weight` multiplies the loss. `taught_ids` is the prompt with what the rater said in it, empty if it is not learnt;
+    `is_edit`: that is the chosen answer, which a person wrote.
     """
 
     vote_id: int
@@ -39,6 +42,18 @@ class VotedPair:
     texts: tuple[str, str]
     sources: tuple[str, str] = ("", "")
     weight: float = 1.0
+    taught_ids: tuple[int, ...] = ()
+    is_edit: bool = False
+
+    @property
+    def taught(self) -> list[tuple[Answer, Answer]]:
+        """The answers whose tokens are judged anew by what the rater said: each as it was drawn, and behind the prompt
+        with what was said.
+        """
+        if not self.taught_ids:
+            return []
+        drawn = (self.rejected,) if self.is_edit else self.answers
+        return [(answer, replace(answer, prompt_ids=self.taught_ids)) for answer in drawn]
 
     @property
     def answers(self) -> tuple[Answer, Answer]:
@@ -52,9 +67,10 @@ class VotedPair:
 
 def weighed(votes: Sequence[VotedPair], weight_of: Mapping[int, float]) -> list[VotedPair]:
     """The votes with weights by their ids, from -1 to 1, whose sizes have the mean 1; the answers of one with a
-    negative weight are exchanged. Ties and votes without a weight weigh 1.
+    negative weight are exchanged. Ties, edits and votes without a weight weigh 1.
     """
-    known = {vote.vote_id: weight_of[vote.vote_id] for vote in votes if not vote.tie and vote.vote_id in weight_of}
+    judged = [vote.vote_id for vote in votes if not (vote.tie or vote.is_edit)]
+    known = {id: weight_of[id] for id in judged if id in weight_of}
     size = sum(map(abs, known.values())) / len(known) if known else 0.0
     if size == 0:
         return list(votes)
@@ -103,13 +119,14 @@ class VoteMemory(Remembered[VotedPair]):
     """Votes to learn from, by vote id: `fresh` ones, those `learnt` before, and those on held-out prompts.
 
     An answer has at most `max_tokens` tokens with its prompt. `prompt_ids` are the ids of prompts that were cut by
-    tokens, by their text.
+    tokens, by their text. What raters said is learnt as `reasons` says.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     keeps_ties: bool = True
     prompt_ids: Mapping[Text, tuple[int, ...]] = field(default_factory=dict[Text, tuple[int, ...]])
+    reasons: LiveReasonsSection = field(default_factory=LiveReasonsSection)
     heldout: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
     _vote_of: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -146,6 +163,8 @@ class VoteMemory(Remembered[VotedPair]):
             try:
                 known = self.prompt_ids.get(vote.prompt) if isinstance(vote.prompt, str) else None
                 pair = encode_vote(vote, self.tokenizer, self.max_tokens, known)
+                if self.reasons.weight > 0 and not pair.heldout:
+                    pair = with_reason(pair, vote, self.reasons, self.tokenizer, self.max_tokens)
             except DataError as error:
                 _log.warning("vote %d is left out: %s", vote.id, error)
                 continue
@@ -183,6 +202,36 @@ def encode_vote(
         texts=(vote.chosen.text, vote.rejected.text),
         sources=(vote.chosen.source_id, vote.rejected.source_id),
     )
+
+
+def with_reason(
+    pair: VotedPair,
+    vote: StoredVote,
+    section: LiveReasonsSection,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+) -> VotedPair:
+    """`pair` with the prompt that its teacher reads, if the rater said why, or wrote the chosen answer; as it is, with
+    a warning, if that would be too long with an answer, or cannot be added to the prompt.
+    """
+    reason, is_edit = vote.reason.strip(), vote.chosen.source_id == EDITED
+    if not (reason or is_edit):
+        return pair
+    chosen, rejected = pair.texts
+    said = {"edit": chosen} if is_edit else {"reason": reason, "chosen": chosen, "rejected": rejected}
+    template = section.edit_template if is_edit else section.template
+    try:
+        content = with_context(pair.prompt.content, template, said)
+        ids = encode_prompt(tokenizer, replace(pair.prompt, content=content, token_ids=None))
+    except DataError as error:
+        _log.warning("the reason of vote %d is left out: %s", vote.id, error)
+        return pair
+    taught = replace(pair, taught_ids=ids, is_edit=is_edit)
+    longest = max(len(read.prompt_ids) + len(read.completion_ids) for _, read in taught.taught)
+    if longest > max_tokens:
+        _log.warning("the reason of vote %d is left out: %d tokens, %d at most", vote.id, longest, max_tokens)
+        return pair
+    return taught
 
 
 def _answer(prompt: Prompt, candidate: Candidate, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Answer:

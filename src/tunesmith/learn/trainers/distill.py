@@ -1,31 +1,34 @@
 """On-policy distillation: the student draws completions, and learns the teachers' distribution of each of their tokens.
 
 Agarwal et al. 2024, "On-Policy Distillation of Language Models" (GKD, arXiv 2306.13649). No rewards: the loss compares
-whole next-token distributions, in chunks that never hold all logits. Shape legend: B sequences, N completion tokens,
-H hidden.
+whole next-token distributions, in chunks that never hold all logits. Teachers may read more than the student does, and
+with that in its context the student may be its own teacher (`self_teacher.py`). Shape legend: B sequences,
+N completion tokens, H hidden.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from tunesmith.base.config.algorithms.distill import DistillRecipe
-from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.config.sections import SELF, ModelSection
 from tunesmith.base.core.errors import ModelError
 from tunesmith.base.core.seeds import derive
 from tunesmith.base.core.trace import span
 from tunesmith.base.schema.records import Prompt
 from tunesmith.collect.data import sets
-from tunesmith.engine.batch.pack import Sequences, pack, select, units_of
+from tunesmith.collect.data.contexts import Context
+from tunesmith.engine.batch.pack import Sequences, chunks, pack, select, units_of
 from tunesmith.engine.batch.rollout import Group
 from tunesmith.engine.distributed.ranks import gathered, share_of
 from tunesmith.engine.models.division import divide
 from tunesmith.engine.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase, freeze_lower_layers, room_for_prompts
-from tunesmith.engine.models.logprob import completion_states
+from tunesmith.engine.models.lora import has_adapters
 from tunesmith.engine.models.optimizer import MasterAdamW, StepReport
 from tunesmith.engine.rollout.engine import Engine
 from tunesmith.engine.rollout.factory import engine_for
@@ -37,21 +40,46 @@ from tunesmith.learn.trainers.api import Counter, Inputs, Metrics, PolicyParts, 
 from tunesmith.learn.trainers.estimate import Estimate, policy_estimate
 from tunesmith.learn.trainers.policy_step import minibatch_rows
 from tunesmith.learn.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
+from tunesmith.learn.trainers.self_teacher import Average, as_taught, self_teacher
 from tunesmith.learn.trainers.session import Session
+
+_BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "sampled_reverse_kl": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """A frozen model to follow, and its weight relative to the other teachers."""
+    """A model to follow, and its weight relative to the other teachers."""
 
     name: str
     model: LanguageModel
     weight: float
 
 
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """Completions behind the student's prompts, and the same behind what teachers read: row for row, token for token.
+    Where teachers read the prompts alone they are one object.
+    """
+
+    own: Sequences
+    read: Sequences
+
+    def select(self, rows: Sequence[int]) -> "Taught":
+        """The rows `rows` of both."""
+        own = select(self.own, rows)
+        return Taught(own, own if self.read is self.own else select(self.read, rows))
+
+    def micro_batches(self, size: int) -> "list[Taught]":
+        """Consecutive rows, `size` at a time."""
+        return [self.select(rows) for rows in chunks(range(len(self.own.lengths_B)), size)]
+
+
 @dataclass(slots=True)
 class Distill(PolicyParts):
-    """The learner: `step` changes the policy and the optimizer."""
+    """The learner: `step` changes the policy, the optimizer, and the `average` of the policy that teaches, if any.
+
+    `context` says what teachers read beside the prompt; None: nothing.
+    """
 
     cfg: DistillRecipe
     policy: LanguageModel
@@ -59,6 +87,14 @@ class Distill(PolicyParts):
     engine: Engine
     optimizer: MasterAdamW
     tokenizer: PreTrainedTokenizerBase
+    context: Context | None = None
+    average: Average | None = None
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The policy, and the average of it that teaches, if any."""
+        average = {} if self.average is None else {"average": self.average}
+        return {"policy": self.policy.module, **average}
 
     @property
     def counters(self) -> Mapping[str, Counter]:
@@ -69,31 +105,45 @@ class Distill(PolicyParts):
         """Step `index` (from 0): draw completions of `prompts`, learn the teachers' distributions of their tokens."""
         groups = self.draw(prompts, self.cfg.rollout.completions_per_prompt, "rollout", index)
         with span("pack"):
-            sequences = setup.sent(pack(groups, pad_id=0), self.uploader)
+            taught = self.packed(groups)
         with span("update"):
-            stats, reports = self.update(sequences, index)
+            stats, reports = self.update(taught, index)
         with span("metrics"):
             figures = {
                 **merged(stats).metrics(),
                 **metrics.completion_metrics(groups),
                 **metrics.update_metrics(reports),
-                "num_tokens": float(sequences.num_tokens),
+                "num_tokens": float(taught.own.num_tokens),
                 "updates": float(len(reports)),
             }
         batch_rows = (partial(metrics.batch_rows, groups, None), partial(metrics.sample_rows, groups, None))
         return StepResult(figures, metrics.worst_report(reports), *batch_rows)
 
-    def update(self, sequences: Sequences, index: int) -> tuple[list[DivergenceStats], list[StepReport]]:
-        """Optimizer steps on the minibatches of each epoch over `sequences`."""
+    def packed(self, groups: Sequence[Group]) -> Taught:
+        """The completions of `groups` as tensors, and what teachers read of them."""
+        own = setup.sent(pack(groups, pad_id=0), self.uploader)
+        if self.context is None:
+            return Taught(own, own)
+        read = pack(as_taught(groups, self.context, self.tokenizer), pad_id=0)
+        return Taught(own, setup.sent(read, self.uploader))
+
+    def update(self, taught: Taught, index: int) -> tuple[list[DivergenceStats], list[StepReport]]:
+        """Optimizer steps on the minibatches of each epoch over `taught`."""
         cfg = self.cfg.distill
         stats: list[DivergenceStats] = []
         reports: list[StepReport] = []
         seed = derive(self.cfg.run.seed, "minibatches", index)
-        for rows in minibatch_rows(units_of(sequences), cfg, seed):
-            minibatch = select(sequences, rows)
-            micros = passes.micro_batches(minibatch, cfg.micro_batch_size)
-            loss_of = partial(self.micro_batch_loss, num_tokens=minibatch.num_tokens)
+        if self.average is not None:
+            self.average.refresh()  # of a checkpoint, the averages alone were loaded
+        for rows in minibatch_rows(units_of(taught.own), cfg, seed):
+            minibatch = taught.select(rows)
+            micros = minibatch.micro_batches(cfg.micro_batch_size)
+            of_tokens = cfg.loss_normalization == "token"
+            size = minibatch.own.num_tokens if of_tokens else len(minibatch.own.lengths_B)
+            loss_of = partial(self.micro_batch_loss, size=size)
             report, found = passes.accumulate(self.optimizer, micros, loss_of, has_stages=True)
+            if self.average is not None:
+                self.average.follow()
             reports.append(report)
             stats += found
         return stats, reports
@@ -107,23 +157,44 @@ class Distill(PolicyParts):
                 self.engine.unload()
         return groups
 
-    def micro_batch_loss(self, micro: Sequences, num_tokens: float) -> tuple[torch.Tensor, DivergenceStats]:
-        """(Sum of the divergences of all completion tokens, divided by `num_tokens`, a scalar; its statistics)."""
+    def micro_batch_loss(self, micro: Taught, size: float) -> tuple[torch.Tensor, DivergenceStats]:
+        """(Sum over completion tokens of the divergences divided by `size`, or over completions of their means, a
+        scalar; its statistics).
+        """
         with torch.no_grad(), span("teachers"):
-            teachers = [_predictions(one.model, micro, one.weight) for one in self.teachers]
+            teachers = [_predictions(one.model, micro.read, one.weight) for one in self.teachers]
         with span("forward"):
-            student = _predictions(self.policy, micro)
-            section, size = self.cfg.distill, len(self.tokenizer)
-            beta = {"forward_kl": 0.0, "jensen_shannon": section.beta, "reverse_kl": 1.0}[section.divergence]
-            divergence = Divergence(beta, section.temperature)
-            return divergence_loss(student, teachers, divergence, num_tokens=num_tokens, vocabulary=size)
+            student = _predictions(self.policy, micro.own)
+            section = self.cfg.distill
+            is_sampled = section.divergence == "sampled_reverse_kl"
+            beta = _BETA.get(section.divergence, section.beta)
+            return divergence_loss(
+                student,
+                teachers,
+                Divergence(beta, section.temperature, is_sampled),
+                num_tokens=size,
+                vocabulary=len(self.tokenizer),
+                sampled_N=_completion_ids(micro.own) if is_sampled else None,
+                weight_N=_mean_weights(micro.own) if section.loss_normalization == "sequence" else None,
+            )
 
 
 def _predictions(model: LanguageModel, sequences: Sequences, weight: float = 1.0) -> Predictions:
-    hidden_NH, layer = completion_states(
-        model, sequences.ids_BS, sequences.lengths_B, prompt_lengths_B=sequences.prompt_lengths_B
-    )
-    return Predictions(hidden_NH, layer, weight)
+    shape = sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B
+    return passes.predictions(model, *shape, weight)
+
+
+def _completion_ids(sequences: Sequences) -> torch.Tensor:
+    """The ids of all completion tokens, `[N]`, in the order of their predictions."""
+    place_S = torch.arange(sequences.ids_BS.shape[1], device=sequences.ids_BS.device)
+    is_drawn_BS = (place_S >= sequences.prompt_lengths_B[:, None]) & (place_S < sequences.lengths_B[:, None])
+    return sequences.ids_BS[is_drawn_BS]
+
+
+def _mean_weights(sequences: Sequences) -> torch.Tensor:
+    """For each completion token, `[N]`, one divided by the number of those of its completion."""
+    length_B = sequences.lengths_B - sequences.prompt_lengths_B
+    return (1.0 / length_B).repeat_interleave(length_B)
 
 
 class DistillTask:
@@ -134,9 +205,19 @@ class DistillTask:
         self.num_steps = cfg.run.steps or 100
         self.loaded = load_policy(cfg.model, device=device)
         free = room_for_prompts(self.loaded.model, cfg.rollout.max_new_tokens)
-        self.data = sets.prompt_sets(cfg.prompts, self.loaded.tokenizer, cfg.run.seed, inputs.prompts, max_length=free)
+        column = cfg.distill.context_column
+        self.context = None if column is None else Context(column, cfg.distill.context.template)
+        self.data = sets.prompt_sets(
+            cfg.prompts,
+            self.loaded.tokenizer,
+            cfg.run.seed,
+            inputs.prompts,
+            max_length=free,
+            context=self.context,
+        )
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
-        self.teachers = [self._teacher(source.model, source.weight, device) for source in cfg.distill.teachers]
+        others = [source for source in cfg.distill.teachers if source.model != SELF]
+        self.others = [self._teacher(source.model, source.weight, device) for source in others]
 
     def _teacher(self, name: str, weight: float, device: torch.device) -> Teacher:
         own = self.cfg.model
@@ -155,31 +236,47 @@ class DistillTask:
         policy = model_of_recipe(self.loaded.model, self.cfg.model)
         section = self.cfg.distill
         total_steps = self.num_steps * section.num_epochs * section.num_minibatches
+        teachers, average = list(self.others), None
+        for source in section.teachers:
+            if source.model == SELF:
+                own, average = self_teacher(self.cfg, policy)
+                teachers.append(Teacher(SELF, own, source.weight))
         divide(policy, draws=True)
         optimizer = setup.optimizer_of(self.cfg, self.loaded.model, policy.kernels, total_steps)
         scale, tokenizer = self.cfg.scale, self.loaded.tokenizer
         ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of, scale.swap_tokens)
         engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, scale=scale, ahead=ahead)
-        return Distill(self.cfg, policy, self.teachers, engine, optimizer, self.loaded.tokenizer)
+        return Distill(self.cfg, policy, teachers, engine, optimizer, tokenizer, self.context, average)
 
     def prepare(self, learner: Distill, progress: bool) -> dict[str, str]:
         """Hashes of the model, the teachers and the prompts."""
-        rows = [(prompt.id, prompt.content) for prompt in (*self.data.train, *self.data.heldout)]
+        context, prompts = self.context, (*self.data.train, *self.data.heldout)
+        read = () if context is None else [context.added(prompt).content for prompt in prompts]
+        rows = [*((prompt.id, prompt.content) for prompt in prompts), *read]
         return {
             "the model": fingerprint_of_tensors(learner.policy.module),
             "the prompts": fingerprint_of_rows(rows),
-            **{f"the teacher {one.name}": fingerprint_of_tensors(one.model.module) for one in self.teachers},
+            **{f"the teacher {one.name}": fingerprint_of_tensors(one.model.module) for one in self.others},
         }
 
     def estimate(self) -> Estimate:
         """Memory and work of a run."""
-        return policy_estimate(
-            self.loaded.model,
+        model, section = self.loaded.model, self.cfg.distill
+        sizes = [one.model.module.num_parameters() for one in self.others]
+        found = policy_estimate(
+            model,
             self.cfg,
             prompt_tokens=self.data.mean_tokens,
             num_heldout=len(self.data.heldout),
-            teacher_parameters=[one.model.module.num_parameters() for one in self.teachers],
+            teacher_parameters=[*sizes, model.num_parameters()] if section.has_self else sizes,
         )
+        if not section.has_self:
+            return found
+        width = model.dtype.itemsize
+        copied = width * (found.num_trained if has_adapters(model) else found.num_parameters)
+        averages = 4 * found.num_trained if width < 4 else 0
+        own = {"current": 0, "initial": copied, "ema": copied + averages}[section.self_weights]
+        return replace(found, memory_gb={**found.memory_gb, "teachers": (sum(sizes) * width + own) / 1e9})
 
     def batch(self, index: int) -> list[Prompt]:
         """The prompts of step `index` (from 0)."""
@@ -197,8 +294,9 @@ class DistillTask:
             return {}
         with span("evaluate"):
             groups = learner.draw(self.data.heldout, 1, "evaluate", 0)
-            sequences = setup.sent(pack(groups, pad_id=0), learner.uploader)
-            micros = share_of(passes.micro_batches(sequences, self.cfg.distill.micro_batch_size))
+            if learner.average is not None:
+                learner.average.refresh()
+            micros = share_of(learner.packed(groups).micro_batches(self.cfg.distill.micro_batch_size))
             stats = merged(gathered([learner.micro_batch_loss(micro, 1)[1] for micro in micros]))
         return {f"eval/{name}": value for name, value in stats.metrics().items()}
 

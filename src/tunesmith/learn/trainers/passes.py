@@ -30,9 +30,10 @@ from tunesmith.engine.batch.rollout import Group
 from tunesmith.engine.batch.upload import Uploader
 from tunesmith.engine.distributed.ranks import gathered, share_of
 from tunesmith.engine.models.language_model import LanguageModel
-from tunesmith.engine.models.logprob import TokenScores, frozen_states, token_logps
+from tunesmith.engine.models.logprob import TokenScores, completion_states, frozen_states, token_logps
 from tunesmith.engine.models.optimizer import MasterAdamW, StepReport
 from tunesmith.learn.algorithms import kl
+from tunesmith.learn.algorithms.divergence import Predictions
 from tunesmith.learn.trainers import setup
 
 MicroT = TypeVar("MicroT")
@@ -112,6 +113,18 @@ def completion_scores(
         value_head=value_head,
         frozen=sequences.frozen,
     )
+
+
+def predictions(
+    model: LanguageModel,
+    ids_BS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    prompt_lengths_B: torch.Tensor,
+    weight: float = 1.0,
+) -> Predictions:
+    """The distributions of `model` at each completion token, row after row, with gradients; `weight` is a teacher's."""
+    hidden_NH, layer = completion_states(model, ids_BS, lengths_B, prompt_lengths_B=prompt_lengths_B)
+    return Predictions(hidden_NH, layer, weight)
 
 
 def with_frozen_states(policy: LanguageModel, sequences: Sequences, micro_batch_size: int) -> Sequences:

@@ -6,14 +6,14 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from tunesmith.base.config.algorithms.dpo import DPO_RULES, DPOSection
 from tunesmith.base.config.algorithms.grpo import GRPO_RULES, OWN_LOGPS, GRPOSection
 from tunesmith.base.config.algorithms.ppo import PPO_RULES, PPOSection
 from tunesmith.base.config.algorithms.reward import ONE_HEAD, PolicyRewardSection
 from tunesmith.base.config.recipe import Recipe, check_horizon
-from tunesmith.base.config.rules import SAMPLING, Rule, always, is_not, is_updated_once
+from tunesmith.base.config.rules import SAMPLING, Rule, always, is_, is_not, is_updated_once
 from tunesmith.base.config.sections import (
     Finite,
     Fraction,
@@ -25,6 +25,7 @@ from tunesmith.base.config.sections import (
     RolloutSection,
     Section,
 )
+from tunesmith.base.config.templates import checked_template
 
 
 class LivePromptsSection(PromptsSection):
@@ -151,6 +152,27 @@ class LiveFeedbackSection(Section):
         return self
 
 
+class LiveReasonsSection(Section):
+    """Votes with a reason, and edits of answers, learnt by self-distillation too: the policy that reads the reason or
+    the edit teaches itself that does not (SDPO, arXiv 2601.20802)."""
+
+    SHORTHAND = "weight"
+
+    weight: NonNegative = 0.0
+    """Weight of the divergence of a vote's answers, in nats per token, beside the loss of its pair. 0 is off."""
+    template: str = "(A reader of earlier answers said: {reason})\n\n{prompt}"
+    """The teacher's prompt, or last turn of the user: `{prompt}` is the policy's, `{reason}` is that of the vote, and
+    `{chosen}` and `{rejected}` are its answers."""
+    edit_template: str = "(An answer that a reader liked: {edit})\n\n{prompt}"
+    """The same where an answer was edited; `{edit}` is the new text. The answer that was edited is learnt."""
+
+    @field_validator("template", "edit_template")
+    @classmethod
+    def _check_template(cls, given: str, info: ValidationInfo) -> str:
+        known = ("prompt", "reason", "chosen", "rejected") if info.field_name == "template" else ("prompt", "edit")
+        return checked_template(given, "prompt", known)
+
+
 class LiveCanarySection(Section):
     """Trial of a version on a share of the API's requests, before it is served to all."""
 
@@ -214,6 +236,7 @@ class LiveSection(Section):
     kl: LiveKLSection = LiveKLSection()
     check: LiveCheckSection = LiveCheckSection()
     feedback: LiveFeedbackSection = LiveFeedbackSection()
+    reasons: LiveReasonsSection = LiveReasonsSection()
     canary: LiveCanarySection = LiveCanarySection()
     keep_versions: PositiveInt = 5
     """Number of newest versions to keep for a rollback, besides the base model."""
@@ -281,6 +304,13 @@ LIVE_RULES: tuple[Rule, ...] = (
     _unless_live("ppo or grpo", "rollout.recompute_logps"),
     _unless_live("dpo", "dpo.*", "dpo.ties dpo.micro_batch_size"),
     _unless_live("dpo", "live.feedback.*", "live.feedback.metrics live.feedback.grade_threshold"),
+    _unless_live("dpo", "live.reasons.*"),
+    Rule(
+        "live.reasons.*",
+        is_("live.reasons.weight", 0.0),
+        "live.reasons.weight is 0, so reasons are not learnt; give a weight, or leave this out",
+        "live.reasons.weight",
+    ),
     Rule(
         "live.canary.*",
         lambda v: v["live.canary.share"] == 0,
