@@ -23,7 +23,9 @@ def results() -> dict[str, Any]:
             "read": {"word_perplexity,none": 12.5, "word_perplexity_stderr,none": "N/A"},
         },
         "group_subtasks": {"both": ["one", "two"], "told": []},
-        "n-samples": {name: {"original": 9, "effective": n} for name, n in dict(one=2, two=2, told=1, read=2).items()},
+        "n-samples": {
+            name: {"original": 9, "effective": 1 + (name != "told")} for name in ("one", "two", "told", "read")
+        },
         "n-shot": {"both": 0, "one": 0, "two": 0, "told": 5, "read": 0},
         "higher_is_better": {
             **{name: {"acc": True} for name in ("both", "one", "two")},

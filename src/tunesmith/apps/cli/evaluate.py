@@ -124,7 +124,9 @@ class BenchmarkOptions:
     run: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", "RUN")]
     tasks: Annotated[str, flag("Tasks, groups, tags or patterns, between commas: arc_easy,gsm8k.", "A,B")]
     include_path: Annotated[Path | None, flag("Folder with YAML files of further tasks.", "FOLDER")] = None
-    against: Annotated[str | None, flag("Model before; of a run, what it began with.", "ID")] = None
+    against: Annotated[
+        str | None, flag("Model before, or base: what the run began with, which is asked anyway.", "ID")
+    ] = None
     alone: Annotated[bool, flag("Ask a run alone, not what it began with.")] = False
     num_fewshot: Annotated[int | None, flag("Examples before each question; else as the task says.", "N")] = None
     limit: Annotated[int | None, flag("The first questions of each task alone.", "N")] = None
@@ -147,14 +149,15 @@ def benchmarks(words: Sequence[str]) -> None:
         raise InputError(f"--include-path is {options.include_path}, which is no folder; give one with YAML files")
     if options.alone and options.against is not None:
         raise InputError("--alone and --against are given; one of them says what there is to compare with")
-    from tunesmith.apps.workflows.benchmarks import TaskSettings, keep, run_benchmarks
     from tunesmith.base.runs.listing import is_run
-    from tunesmith.observe.reports.benchmark_figures import benchmark_table
 
     run = Path(options.run).expanduser()
     before = options.against
-    if is_run(run) and not options.alone and before in (None, "base"):
+    if before == "base" or (before is None and is_run(run) and not options.alone):
         before = base_of(run)
+    from tunesmith.apps.workflows.benchmarks import TaskSettings, keep, run_benchmarks
+    from tunesmith.observe.reports.benchmark_figures import benchmark_table
+
     with reporting(as_json=options.json) as output:
         found = run_benchmarks(
             options.run,

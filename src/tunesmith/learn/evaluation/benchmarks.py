@@ -129,11 +129,10 @@ def figures_of(results: Mapping[str, Any]) -> list[Figure]:
 def _questions(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[tuple[str, str, str], list[float]]:
     """(Task, metric, filter) -> the metric of each question, for those that are numbers."""
     found: dict[tuple[str, str, str], list[float]] = {}
-    for task, rows in samples.items():
-        for row in sorted(rows, key=lambda row: row["doc_id"]):
-            for metric in row["metrics"]:
-                if _is_number(row.get(metric)):
-                    found.setdefault((task, metric, row["filter"]), []).append(float(row[metric]))
+    asked = ((task, row) for task, rows in samples.items() for row in sorted(rows, key=lambda row: row["doc_id"]))
+    for task, row in asked:
+        for metric in filter(lambda name: _is_number(row.get(name)), row["metrics"]):
+            found.setdefault((task, metric, row["filter"]), []).append(float(row[metric]))
     return found
 
 
