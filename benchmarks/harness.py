@@ -4,7 +4,8 @@ The tasks are over local files, for there may be no hub: word problems of GSM8K 
 with answers in words, the sentiment of single sentences, and the perplexity of film reviews. Both sides have the same
 weights, precision and threads in one process, and work in turns; lm-eval's backend, which adds up log-probs in the
 precision of the weights, is told to do so in float32, as we do. A time is that of the model: what reads files, makes
-prompts and computes metrics is lm-eval's on both sides. lm-eval's backend is tried at each of --batch-sizes, and its
+prompts and computes metrics is lm-eval's on both sides. Where other programs are busy, the processor's time
+(`cpu_ratio`) says more than that of the clock. lm-eval's backend is tried at each of --batch-sizes, and its
 fastest counts. Data: the folder TUNESMITH_DATA. It needs `pip install 'tunesmith[eval]'`.
 """
 
@@ -16,8 +17,9 @@ import tempfile
 import time
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,7 +52,11 @@ _POLARITY = "sentiment/nltk.sentence_polarity.zip"
 _REVIEWS = "sentiment/imdb5k.text2vec.jsonl.gz"
 _SIZES = {"gsm8k_choices": 200, "polarity": 200, "gsm8k": 48, "reviews": 32}
 
-_CHOICE = {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
+_MEAN = {"aggregation": "mean", "higher_is_better": True}
+_CHOICE = {
+    "output_type": "multiple_choice",
+    "metric_list": [{"metric": "acc", **_MEAN}, {"metric": "acc_norm", **_MEAN}],
+}
 _TASKS: Mapping[str, Mapping[str, Any]] = {
     "gsm8k_choices": {
         **_CHOICE,
@@ -71,7 +77,7 @@ _TASKS: Mapping[str, Mapping[str, Any]] = {
         "doc_to_target": "{{answer}}",
         "num_fewshot": 2,
         "generation_kwargs": {"until": ["Question:", "</s>", "<|im_end|>"], "do_sample": False, "max_gen_toks": 128},
-        "metric_list": [{"metric": "exact_match", "regexes_to_ignore": [",", "\\$", "(?s).*#### ", "\\.$"]}],
+        "metric_list": [{"metric": "exact_match", **_MEAN, "regexes_to_ignore": [",", "\\$", "(?s).*#### ", "\\.$"]}],
         "filter_list": [
             {
                 "name": "flexible-extract",
@@ -86,13 +92,16 @@ _TASKS: Mapping[str, Mapping[str, Any]] = {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+        "metric_list": [
+            {"metric": name, "aggregation": name.replace("word", "weighted"), "higher_is_better": False}
+            for name in ("word_perplexity", "bits_per_byte")
+        ],
     },
 }
 
 
-def write_tasks(folder: Path, data: Path, num_each: Callable[[int], int]) -> None:
-    """Write YAML and JSONL of all tasks; of `size` questions of a task, `num_each(size)`."""
+def write_tasks(folder: Path, data: Path, most: int | None) -> None:
+    """Write YAML and JSONL of all tasks, with at most so many questions."""
     rng = random.Random(0)
     problems = [
         {**row, "number": row["answer"].rpartition("#### ")[2].replace(",", "")} for row in _rows(data / _GSM8K)
@@ -112,7 +121,7 @@ def write_tasks(folder: Path, data: Path, num_each: Callable[[int], int]) -> Non
     reviews = [{"text": row["text"]} for row in _rows(data / _REVIEWS)]
     rows = {"gsm8k_choices": problems, "polarity": sentences, "gsm8k": problems, "reviews": reviews}
     for name, size in _SIZES.items():
-        num = num_each(size)
+        num = size if most is None else min(size, most)
         files = {"test": rows[name][:num], "train": rows[name][-16:]}
         for split, part in files.items():
             (folder / f"{name}.{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -133,21 +142,30 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of the clock and of the processor."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+
 class Clock:
-    """Adds up the seconds that a model of lm-eval answers for."""
+    """Adds up the seconds that a model of lm-eval answers for: of the clock, and of the processor in all threads."""
 
     def __init__(self, lm: Any) -> None:
-        self.seconds = 0.0
+        self.spent = Spent()
         for name in _METHODS:
             setattr(lm, name, self._timed(getattr(lm, name)))
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             try:
                 return method(*arguments, **options)
             finally:
-                self.seconds += time.perf_counter() - start_s
+                wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+                self.spent = Spent(self.spent.wall_s + wall_s, self.spent.cpu_s + cpu_s)
 
         return timed
 
@@ -159,14 +177,14 @@ class Side:
         self.lm, self.clock, self._folder = lm, Clock(lm), folder
         self.figures: Sequence[Figure] = ()
 
-    def seconds(self, task: str, limit: int | None = None) -> float:
-        """Seconds that the model answers the questions of `task` for."""
+    def answer(self, task: str, limit: int | None = None) -> Spent:
+        """The time that the model answers the questions of `task` for."""
         from tunesmith.integrations.lm_eval.tasks import Tasks, TaskSettings
 
         tasks = Tasks(TaskSettings((task,), self._folder, limit=limit))
-        self.clock.seconds = 0.0
+        self.clock.spent = Spent()
         self.figures = tasks.evaluate(self.lm, tasks.load())
-        return self.clock.seconds
+        return self.clock.spent
 
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
@@ -178,7 +196,8 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     names = options.task or list(_SIZES)
     if unknown := [name for name in names if name not in _SIZES]:
         raise InputError(f"there is no task {unknown[0]!r}; there are {', '.join(_SIZES)}")
-    with _folder(data, quick=options.quick) as folder, naming_extras():
+    most = 4 if options.quick else options.questions
+    with _folder(data, most) as folder, naming_extras():
         tasks = {name: _measured(name, loaded, folder, options, say) for name in names}
     return {
         **head(options, "harness", "model", "dtype", "rounds", packages=("torch", "transformers", "lm_eval")),
@@ -189,9 +208,9 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
 
 
 @contextmanager
-def _folder(data: Path, *, quick: bool) -> Any:
+def _folder(data: Path, most: int | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
-        write_tasks(Path(name), data, lambda size: 4 if quick else size)
+        write_tasks(Path(name), data, most)
         yield Path(name)
 
 
@@ -202,11 +221,13 @@ def _measured(name: str, loaded: LoadedModel, folder: Path, options: Namespace, 
     say(f"{name}:")
     ours, theirs = Side(TunesmithLM(loaded), folder), _fastest(name, loaded, folder, options, say)
     for side in (ours, theirs):
-        side.seconds(name, limit=4)
-    sides = {OURS: lambda _: ours.seconds(name), THEIRS: lambda _: theirs.seconds(name)}
-    seconds, load = in_turns(
-        sides, options.rounds, say, lambda found: f"{found[OURS][-1]:.1f} s, lm-eval {found[THEIRS][-1]:.1f} s"
+        side.answer(name, limit=1)
+    sides = {OURS: lambda _: ours.answer(name), THEIRS: lambda _: theirs.answer(name)}
+    found, load = in_turns(
+        sides, options.rounds, say, lambda spent: ", ".join(_line(spent[side][-1]) for side in sides)
     )
+    wall_s = {side: [one.wall_s for one in spent] for side, spent in found.items()}
+    cpu_s = {side: [one.cpu_s for one in spent] for side, spent in found.items()}
     figures = {figure.key: figure for figure in theirs.figures}
     metrics = [_compared(figure, figures[figure.key]) for figure in ours.figures]
     return {
@@ -214,10 +235,15 @@ def _measured(name: str, loaded: LoadedModel, folder: Path, options: Namespace, 
         "batch_size": theirs.lm.batch_size,
         "metrics": metrics,
         "largest_difference": max(metric["difference"] for metric in metrics),
-        **paired(seconds[THEIRS], seconds[OURS]).facts("ratio"),
-        "seconds": {side: fmean(found) for side, found in seconds.items()},
+        **paired(wall_s[THEIRS], wall_s[OURS]).facts("ratio"),
+        **paired(cpu_s[THEIRS], cpu_s[OURS]).facts("cpu_ratio"),
+        "seconds": {side: fmean(spent) for side, spent in wall_s.items()},
         "load": load,
     }
+
+
+def _line(spent: Spent) -> str:
+    return f"{spent.wall_s:.1f} s ({spent.cpu_s:.1f} s of the processor)"
 
 
 def _fastest(name: str, loaded: LoadedModel, folder: Path, options: Namespace, say: Say) -> Side:
@@ -230,9 +256,9 @@ def _fastest(name: str, loaded: LoadedModel, folder: Path, options: Namespace, s
         side = Side(lm, folder)
         if len(options.batch_sizes) == 1:
             return side
-        seconds = side.seconds(name, limit=2 * max(options.batch_sizes))
-        say(f"  lm-eval with {size} at a time: {seconds:.1f} s")
-        found[seconds] = side
+        spent = side.answer(name, limit=2 * max(options.batch_sizes))
+        say(f"  lm-eval with {size} at a time: {_line(spent)}")
+        found[spent.cpu_s] = side
     return found[min(found)]
 
 
@@ -262,11 +288,14 @@ def show(facts: Mapping[str, Any]) -> None:
             "-" if metric["equal_questions"] is None else f"{metric['equal_questions']:.3f}",
             *(f"{row['seconds'][side]:.1f}" for side in (OURS, THEIRS)),
             spread_text(row),
+            f"{row['cpu_ratio_median']:.2f}x",
         )
         for name, row in facts["tasks"].items()
         for metric in row["metrics"]
     ]
-    print_table(("task", "metric", "questions", OURS, THEIRS, "same", "s", "s, lm-eval", "times as fast"), rows)
+    print_table(
+        ("task", "metric", "questions", OURS, THEIRS, "same", "s", "s, lm-eval", "times as fast", "processor"), rows
+    )
     largest = facts["largest_difference"]
     print(
         f"largest difference {largest:.4f}, {'at most' if largest <= BOUND else 'ABOVE'} {BOUND}{load_warning(facts)}"
@@ -283,6 +312,7 @@ main = benchmark(
     "quick",
     task={"action": "append", "metavar": "NAME", "help": f"one task; repeatable: {', '.join(_SIZES)}"},
     rounds={"default": 3},
+    questions={"type": int, "metavar": "N", "help": "most questions of a task; each task's own number if left out"},
     batch_sizes={"type": int, "nargs": "+", "default": (1, 8, 32), "metavar": "N", "help": "of lm-eval's backend"},
 )
 

@@ -18,7 +18,7 @@ from tunesmith.apps.cli.main import main
         (["smollm2", "--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot is -1; it must be at least 0"),
         (["smollm2", "--tasks", "a", "--alone", "--against", "base"], "--alone and --against are given"),
         (["smollm2", "--tasks", "a", "--against", "base"], "smollm2 is no run folder, so its base is not known"),
-        (["reward", "--num-bins", "x"], "x is no whole number"),
+        (["reward", "--num-bins", "x"], "--num-bins: 'x' is no whole number"),
     ],
 )
 def test_wrong_flags_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

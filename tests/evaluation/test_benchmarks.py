@@ -16,9 +16,9 @@ def results() -> dict[str, Any]:
     """As `lm_eval.evaluate` returns them: a group of two tasks, texts with two filters, and a perplexity."""
     return {
         "results": {
-            "both": {"alias": "both", "acc,none": 0.75, "acc_stderr,none": 0.2},
             "one": {"alias": " - one", "acc,none": 0.5, "acc_stderr,none": 0.5},
             "two": {"alias": " - two", "acc,none": 1.0, "acc_stderr,none": "N/A"},
+            "both": {"alias": "both", "acc,none": 0.75, "acc_stderr,none": 0.2},
             "told": {"exact_match,strict": np.float64(0.0), "exact_match,loose": np.float64(1.0), "sample_len": 1},
             "read": {"word_perplexity,none": 12.5, "word_perplexity_stderr,none": "N/A"},
         },
@@ -26,7 +26,7 @@ def results() -> dict[str, Any]:
         "n-samples": {
             name: {"original": 9, "effective": 1 + (name != "told")} for name in ("one", "two", "told", "read")
         },
-        "n-shot": {"both": 0, "one": 0, "two": 0, "told": 5, "read": 0},
+        "n-shot": {"one": 0, "two": 2, "told": 5, "read": 0},
         "higher_is_better": {
             **{name: {"acc": True} for name in ("both", "one", "two")},
             "told": {"exact_match": True},
@@ -53,6 +53,7 @@ def test_figures_have_the_questions_of_their_tasks() -> None:
     ]
     group, told, read = (found[key] for key in list(found)[::5][:1] + list(found)[3:6:2])
     assert (group.of_question, group.num_questions, group.stderr) == ((0.0, 1.0, 1.0, 1.0), 4, 0.2)
+    assert (group.num_fewshot, found["two", "acc", "none"].num_fewshot) == (None, 2)
     assert (told.num_fewshot, told.of_question, told.stderr) == (5, (0.0,), None)
     assert (read.higher_is_better, read.of_question, read.num_questions) == (False, (), 2)
     assert found["two", "acc", "none"].stderr is None

@@ -20,6 +20,7 @@ from tunesmith.apps.cli.options import (
 )
 from tunesmith.apps.cli.output import reporting, wants_progress
 from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.system import keep_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,7 @@ def benchmarks(words: Sequence[str]) -> None:
     from tunesmith.apps.workflows.benchmarks import TaskSettings, keep, run_benchmarks
     from tunesmith.observe.reports.benchmark_figures import benchmark_table
 
+    keep_freed_memory()
     with reporting(as_json=options.json) as output:
         found = run_benchmarks(
             options.run,

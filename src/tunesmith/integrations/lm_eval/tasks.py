@@ -89,6 +89,8 @@ class Tasks:
                 f"the data of the tasks {names} cannot be read: {error}\nlm-eval's own tasks load them from the hub; "
                 "without a network give tasks over files of yours with --include-path"
             ) from error
+        except TemplateError as error:
+            raise self._unfit(error) from error
         except (AssertionError, LookupError, TypeError, ValueError) as error:
             raise InputError(f"the tasks {names} cannot be loaded: {type(error).__name__}: {error}") from error
         for name, task in loaded["tasks"].items():
@@ -120,5 +122,8 @@ class Tasks:
                 confirm_run_unsafe_code=settings.runs_code,
             )
         except TemplateError as error:
-            raise InputError(f"a template of the tasks {', '.join(self._names)} does not fit: {error}") from error
+            raise self._unfit(error) from error
         return figures_of(results)
+
+    def _unfit(self, error: TemplateError) -> InputError:
+        return InputError(f"a template of the tasks {', '.join(self._names)} does not fit: {error}")

@@ -13,15 +13,15 @@ from tunesmith.collect.statistics.intervals import bootstrap_interval, paired_pe
 class Figure:
     """A metric of a model on a task, or on a group of tasks.
 
-    `filter` says how an answer is read from a text, `none` if it is not. `stderr` is the harness' own standard error.
-    `of_question` has the metric of each question, where its mean is `value`; otherwise, as for a perplexity, it is
-    empty.
+    `num_fewshot` is None for a group whose tasks differ in it. `filter` says how an answer is read from a text, `none`
+    if it is not. `stderr` is the harness' own standard error. `of_question` has the metric of each question, where its
+    mean is `value`; otherwise, as for a perplexity, it is empty.
     """
 
     task: str
     metric: str
     filter: str
-    num_fewshot: int
+    num_fewshot: int | None
     num_questions: int
     value: float
     stderr: float | None
@@ -46,7 +46,7 @@ class BenchmarkRow:
     task: str
     metric: str
     filter: str
-    num_fewshot: int
+    num_fewshot: int | None
     num_questions: int
     higher_is_better: bool
     after: float
@@ -96,26 +96,28 @@ def _row(after: Figure, before: Figure | None, seed: int) -> BenchmarkRow:
 
 
 def figures_of(results: Mapping[str, Any]) -> list[Figure]:
-    """The figures in what lm-eval's `simple_evaluate` returns with `log_samples`: of groups, then of their tasks."""
+    """The figures in what lm-eval's `evaluate` returns: those of groups, then those of tasks."""
     questions = _questions(results.get("samples") or {})
+    groups = results.get("group_subtasks") or {}
     figures: list[Figure] = []
-    for task, metrics in results["results"].items():
+    for task, metrics in sorted(results["results"].items(), key=lambda found: not groups.get(found[0])):
         for name, value in metrics.items():
             metric, _, filter_ = name.partition(",")
             if not filter_ or metric.endswith("_stderr") or not _is_number(value):
                 continue
-            tasks = _leaves(task, results.get("group_subtasks") or {})
+            tasks = _leaves(task, groups)
             each = tuple(number for leaf in tasks for number in questions.get((leaf, metric, filter_), ()))
             is_mean = bool(each) and math.isclose(fmean(each), value, rel_tol=1e-9, abs_tol=1e-9)
             stderr = metrics.get(f"{metric}_stderr,{filter_}")
             counts = [results["n-samples"][leaf]["effective"] for leaf in tasks if leaf in results["n-samples"]]
+            shots = {int(results["n-shot"].get(leaf) or 0) for leaf in tasks}
             better = (results["higher_is_better"].get(task) or {}).get(metric)
             figures.append(
                 Figure(
                     task,
                     metric,
                     filter_,
-                    int(results["n-shot"].get(task) or 0),
+                    shots.pop() if len(shots) == 1 else None,
                     sum(counts),
                     float(value),
                     float(stderr) if _is_number(stderr) else None,
