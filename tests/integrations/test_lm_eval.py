@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import harness
 from tunesmith import train
 from tunesmith.apps.cli.main import main
 from tunesmith.base.core.errors import InputError
@@ -233,3 +234,16 @@ def test_a_task_that_runs_code_must_be_allowed(folder: Path, tmp_path: Path) -> 
     with pytest.raises(InputError, match="unsafe executes code that the model wrote; allow it with --runs-code"):
         Tasks(TaskSettings(("unsafe",), tmp_path)).load()
     assert Tasks(TaskSettings(("unsafe",), tmp_path, runs_code=True)).load()["tasks"]
+
+
+@needs_lm_eval
+@pytest.mark.skipif(not os.environ.get("TUNESMITH_DATA"), reason="TUNESMITH_DATA names no folder with the test data")
+def test_the_benchmark_finds_equal_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "tiny:llama", "--dtype", "float32", "--rounds", "1", "--threads", "1", "--batch-sizes", "2"]
+    assert harness.main([*words, "--quick", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(facts["tasks"]) == {"gsm8k_choices", "polarity", "gsm8k", "reviews"}
+    assert facts["largest_difference"] <= harness.BOUND
+    for row in facts["tasks"].values():
+        assert row["ratio_median"] > 0 and row["cpu_ratio_median"] > 0 and row["questions"] == 4
+        assert all(metric["equal_questions"] in (None, 1.0) for metric in row["metrics"])
