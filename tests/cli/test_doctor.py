@@ -181,7 +181,7 @@ def test_a_package_of_a_wrong_version_is_missing_and_one_that_is_optional_is_not
     assert (findings["torch"].status, findings["torch"].value) == ("missing", "1.0, not <3,>=2.11")
     assert findings["pydantic"].status == "missing"
     assert findings["numpy"].status == "ok"
-    for name in ("gguf", "peft", "fastapi", "datasets", "pyarrow", "tensorboard", "ray", "trl"):
+    for name in ("gguf", "peft", "fastapi", "datasets", "pyarrow", "tensorboard", "ray", "trl", "lm_eval"):
         assert findings[name].status == "note"
         assert f"tunesmith[{EXTRA_OF[name]}]" in findings[name].advice
 

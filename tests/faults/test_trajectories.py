@@ -66,9 +66,7 @@ def test_a_run_that_is_killed_inside_of_a_trajectory_equals_one_that_was_not(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_hundred_kills_inside_of_trajectories_change_nothing(
-    whole: Callable[[str], object], tmp_path: Path
-) -> None:
+def test_a_hundred_kills_inside_of_trajectories_change_nothing(whole: Callable[[str], object], tmp_path: Path) -> None:
     """Runs are killed again while they are resumed, until one comes to its end."""
     draw, kills, num_runs = random.Random("kills"), Counter[str](), 0
 

@@ -163,3 +163,54 @@ def test_the_page_names_no_address_and_has_no_inline_handler(synthetic, tmp_path
 def test_json_cannot_end_its_script_tag():
     encoded = script_json({"a": "</script><!-- & \u2028"})
     assert not set("<>&\u2028") & set(encoded) and json.loads(encoded) == {"a": "</script><!-- & \u2028"}
+
+
+def benchmark_line(synthetic, **changes):
+    row = {
+        "task": synthetic.HOSTILE,
+        "metric": "acc",
+        "filter": "none",
+        "num_fewshot": 5,
+        "num_questions": 1200,
+        "higher_is_better": True,
+        "before": 0.5,
+        "after": 0.4,
+        "difference": -0.1,
+        "low": -0.15,
+        "high": -0.05,
+        "p_value": 0.001,
+    }
+    perplexity = {**row, "task": "read", "metric": "word_perplexity", "higher_is_better": False, "low": None}
+    loose = {**row, "task": "told", "filter": "loose", "low": 0.1, "high": 0.2}
+    unsure = {**row, "task": "unsure", "high": 0.05}
+    facts = {"lm_eval": "0.4.13", "before": "smollm2", "steps": 40, "limit": 100, "tasks": ["a"], "written": "today"}
+    return {**facts, "rows": [row, perplexity, loose, unsure], **changes}
+
+
+def test_the_run_page_has_the_standard_benchmarks_newest_first_and_each_question_once(synthetic, tmp_path):
+    run = synthetic.write_run(tmp_path / "run")
+    single = {"task": "single", "metric": "acc", "after": 0.125, "stderr_after": 0.03}
+    lines = [
+        benchmark_line(synthetic, written="yesterday"),
+        {"tasks": ["b"], "rows": [single], "written": "noon"},
+        benchmark_line(synthetic),
+        {"tasks": ["c"], "rows": "damaged"},
+    ]
+    (run / "benchmarks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = read(write_run_report(run))
+    assert synthetic.HOSTILE not in page and 'href="#benchmarks"' in page and "yesterday" not in page
+    caption = "lm-eval 0.4.13, before: smollm2, after 40 steps, the first 100 questions of each task, today"
+    assert page.index(f"<caption>{caption}") < page.index("<caption>lm-eval of an unknown version, noon")
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+    cells = [[html.unescape(cell) for cell in row] for row in rows]
+    by_task = {row[0]: row for row in cells if row}
+    asked = ["word_perplexity, lower is better", "5", "1\u202f200"]
+    assert by_task["read"][1:] == [*asked, "0.500", "0.400", "\u22120.100", "\u2013", "\u2013"]
+    assert by_task["told"][1] == "acc (loose)" and by_task["told"][-2:] == ["+0.100 to +0.200", "better"]
+    assert by_task["unsure"][-1] == "equal within the interval"
+    assert by_task["single"] == ["single", "acc", "\u2013", "\u2013", "0.125", "0.030"]
+    assert next(row for row in cells if row[-1:] == ["worse"])[0].startswith(synthetic.HOSTILE[:4])
+
+
+def test_a_run_without_benchmarks_says_nothing_of_them(synthetic, tmp_path):
+    assert "benchmarks" not in read(write_run_report(synthetic.write_run(tmp_path / "run")))

@@ -44,6 +44,7 @@ _OPTIONAL = {
     "tensorboard": "pip install 'tunesmith[trackers]': for --report-to tensorboard",
     "ray": "pip install 'tunesmith[ray]': for rollout workers on a Ray cluster",
     "trl": "pip install 'tunesmith[trl]': for TRL's trainers on our engine",
+    "lm_eval": "pip install 'tunesmith[eval]': for standard benchmarks",
 }
 
 # Errors that a broken installation or machine may raise.

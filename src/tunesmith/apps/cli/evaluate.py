@@ -1,4 +1,6 @@
-"""`tunesmith compare`, `compare-algorithms` and `eval reward`: two policies, algorithms at equal KL, a reward model."""
+"""`tunesmith compare`, `compare-algorithms`, `eval` and `eval reward`: two policies, algorithms at equal KL, standard
+benchmarks, a reward model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,9 +18,10 @@ from tunesmith.apps.cli.options import (
     parse,
     parse_with_environment,
 )
-from tunesmith.apps.cli.output import reporting
+from tunesmith.apps.cli.output import reporting, wants_progress
 from tunesmith.base.config.sections import RewardSource
 from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.system import keep_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +132,78 @@ def compare_algorithms(words: Sequence[str]) -> None:
         output.table([chart.columns, *chart.rows])
         output.say(f"\n{facts['said']}\nreport   {folder / 'report.html'}")
         output.finish({**facts, "run_dir": folder})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions:
+    """Ask a model lm-eval's tasks, and the model that it was trained from: what the training cost in ability.
+
+    Figures and questions are those of lm-eval, computed by Tunesmith's engine. Those of a run are kept in its folder
+    and shown in its report. `tunesmith eval reward` judges a reward model.
+    """
+
+    run: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", "RUN")]
+    tasks: Annotated[str, flag("Tasks, groups, tags or patterns, between commas: arc_easy,gsm8k.", "A,B")]
+    include_path: Annotated[Path | None, flag("Folder with YAML files of further tasks.", "FOLDER")] = None
+    against: Annotated[
+        str | None, flag("Model before, or base: what the run began with, which is asked anyway.", "ID")
+    ] = None
+    alone: Annotated[bool, flag("Ask a run alone, not what it began with.")] = False
+    num_fewshot: Annotated[int | None, flag("Examples before each question; else as the task says.", "N")] = None
+    limit: Annotated[int | None, flag("The first questions of each task alone.", "N")] = None
+    chat: Annotated[bool, flag("Ask in the model's chat template.")] = False
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], flag("Precision of the models.")] = "auto"
+    seed: Annotated[int, flag("Seed of tasks that sample.", "N")] = 0
+    runs_code: Annotated[bool, flag("Allow tasks that execute what the model wrote.")] = False
+    trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
+    json: Annotated[bool, flag("Print one JSON object at the end.")] = False
+
+
+def benchmarks(words: Sequence[str]) -> None:
+    """Run `tunesmith eval`."""
+    options = parse(BenchmarkOptions, words, "eval")
+    check_ranges(options, num_fewshot=(0, inf), limit=(1, inf))
+    names = tuple(dict.fromkeys(name for part in options.tasks.split(",") if (name := part.strip())))
+    if not names:
+        raise InputError("--tasks names none; give some between commas, such as --tasks arc_easy,gsm8k")
+    if options.include_path is not None and not options.include_path.expanduser().is_dir():
+        raise InputError(f"--include-path is {options.include_path}, which is no folder; give one with YAML files")
+    if options.alone and options.against is not None:
+        raise InputError("--alone and --against are given; one of them says what there is to compare with")
+    from tunesmith.base.runs.listing import is_run
+
+    run = Path(options.run).expanduser()
+    before = options.against
+    if before == "base" or (before is None and is_run(run) and not options.alone):
+        before = base_of(run)
+    from tunesmith.apps.workflows.benchmarks import TaskSettings, keep, run_benchmarks
+    from tunesmith.observe.reports.benchmark_figures import benchmark_table
+
+    keep_freed_memory()
+    with reporting(as_json=options.json) as output:
+        found = run_benchmarks(
+            options.run,
+            before,
+            TaskSettings(
+                names,
+                options.include_path and options.include_path.expanduser(),
+                options.num_fewshot,
+                options.limit,
+                options.chat,
+                options.runs_code,
+            ),
+            dtype=options.dtype,
+            seed=options.seed,
+            trust_remote_code=options.trust_remote_code,
+            shows_progress=wants_progress(),
+        )
+        report = keep(run, found) if is_run(run) else None
+        table = benchmark_table(found.to_json())
+        output.say(f"{table.caption}\n")
+        output.table([table.columns, *table.rows])
+        if report:
+            output.say(f"\nreport   {report}")
+        output.finish({**found.to_json(), "report": report})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "evaluate:compare_algorithms",
         "Compare PPO, GRPO, DPO and best-of-n from the same votes at equal KL.",
     ),
+    "eval": ("evaluate:benchmarks", "Standard benchmarks by lm-eval, before and after a training."),
     "eval reward": ("evaluate:reward", "Judge a reward model: accuracy, calibration, length bias."),
     "eval judge": ("judge:evaluate", "Measure how far a judge, a model with a rubric, agrees with people."),
     "judge vote": ("judge:vote", "Let a judge vote on stored pairs, as a machine."),
@@ -138,6 +139,8 @@ def _dispatch(words: Sequence[str]) -> int:
 
 def _find(words: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> tuple[str, Sequence[str]]:
     """The command that `words` begin with, and the words behind it; InputError with the nearest name if none."""
+    if " ".join(words[:2]) in commands:
+        return " ".join(words[:2]), words[2:]
     if words[0] in commands:
         return words[0], words[1:]
     if words[0] == "bench":
@@ -148,8 +151,6 @@ def _find(words: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> tupl
         raise InputError(
             f"there is no command {words[0]!r}{did_you_mean(words[0], names)}; there are {', '.join(names)}"
         )
-    if len(words) > 1 and words[1] in group:
-        return group[words[1]], words[2:]
     if len(words) > 1 and words[1] in ("-h", "--help"):
         sys.stdout.write(_help({name: commands[name] for name in group.values()}))
         raise SystemExit(0)

@@ -25,6 +25,7 @@ EXTRA_OF: Mapping[str, str] = {
     "triton": "gpu",
     "ray": "ray",
     "trl": "trl",
+    "lm_eval": "eval",
     "textarena": "environments",
     "gymnasium": "environments",
     "reasoning_gym": "environments",

@@ -127,6 +127,21 @@ def completion_states(
     return (hidden_NH, output) if isinstance(output, OutputLayer) else (output, None)
 
 
+def completion_scores(
+    model: LanguageModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, prompt_lengths_B: torch.Tensor
+) -> HeadScores:
+    """Log-probs, entropies and top-1 hits of the completion tokens, row after row, at temperature 1.
+
+    Arguments and errors as in `token_logps`; gradients flow to the model.
+    """
+    row_N, position_N, _ = completion_layout(ids_BS, lengths_B, prompt_lengths_B).indices()
+    chosen_N = ids_BS[row_N, position_N + 1]
+    states_N, output = completion_states(model, ids_BS, lengths_B, prompt_lengths_B=prompt_lengths_B)
+    if output is None:
+        return _scores_of_logits(model, states_N, chosen_N)
+    return head_scores(states_N, output, chosen_N, kernels=model.kernels)
+
+
 def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     """Log-probs, entropies and top-1 hits of `targets.chosen_N`, at temperature 1, with gradients to the model.
 
@@ -148,10 +163,7 @@ def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
         hidden_NH = trunk_states(model.module, None, ids_BS, lengths_B, row_N, position_N)
         return head_scores(hidden_NH, model.backend.output, targets.chosen_N, kernels=model.kernels)
     logits_NV, _ = _logits_at(model, ids_BS, lengths_B, row_N, position_N)
-    logp_N, entropy_N = _of_logits(model, logits_NV, targets.chosen_N, 1.0)
-    with torch.no_grad():
-        is_top_N = logits_NV.gather(1, targets.chosen_N[:, None])[:, 0] >= logits_NV.amax(1)
-    return HeadScores(logp_N, entropy_N, is_top_N)
+    return _scores_of_logits(model, logits_NV, targets.chosen_N)
 
 
 def length_mask(lengths_B: torch.Tensor, num_columns: int) -> torch.Tensor:
@@ -287,6 +299,13 @@ def _of_logits(
     if isinstance(model.backend, FullForward) and model.backend.is_textbook:
         return torch_impl.chosen_logp_entropy(logits_NV, chosen_N, temperature)
     return chosen_logp_entropy(logits_NV, chosen_N, temperature, kernels=shared("torch"))
+
+
+def _scores_of_logits(model: LanguageModel, logits_NV: torch.Tensor, chosen_N: torch.Tensor) -> HeadScores:
+    logp_N, entropy_N = _of_logits(model, logits_NV, chosen_N, 1.0)
+    with torch.no_grad():
+        is_top_N = logits_NV.gather(1, chosen_N[:, None])[:, 0] >= logits_NV.amax(1)
+    return HeadScores(logp_N, entropy_N, is_top_N)
 
 
 def _logits_at(

@@ -25,6 +25,8 @@ from tunesmith.observe.profiling.diagnosis import diagnose, verdict
 from tunesmith.observe.profiling.facts import read_facts
 from tunesmith.observe.reports import text
 from tunesmith.observe.reports.algorithm_figures import equal_kl_chart, frontier_chart
+from tunesmith.observe.reports.benchmark_figures import FILE as BENCHMARKS
+from tunesmith.observe.reports.benchmark_figures import benchmark_tables
 from tunesmith.observe.reports.chart import DARK, LIGHT, Chart, dark_of_light
 from tunesmith.observe.reports.comparison_figures import dumbbell, histogram
 from tunesmith.observe.reports.figures import TABLE_COLUMNS, curves
@@ -45,8 +47,8 @@ from tunesmith.observe.reports.views import (
 def write_run_report(run_dir: Path) -> Path:
     """Write `report.html` into a run folder from the files in it, and return its path.
 
-    Reads recipe.yaml, environment.json, metrics.jsonl, samples.jsonl, findings.jsonl, reward_quality.json and
-    result.json; each may be missing.
+    Reads recipe.yaml, environment.json, metrics.jsonl, samples.jsonl, findings.jsonl, benchmarks.jsonl,
+    reward_quality.json and result.json; each may be missing.
     Raises RunError if `run_dir` is no folder.
     """
     if not run_dir.is_dir():
@@ -76,6 +78,7 @@ def write_run_report(run_dir: Path) -> Path:
         causes=cause_rows(diagnosis),
         metric_columns=TABLE_COLUMNS,
         steps=step_samples(samples),
+        benchmarks=benchmark_tables(read_rows(run_dir / BENCHMARKS)),
         findings=[
             tuple(str(row.get(name, "")) for name in ("step", "name", "severity", "message")) for row in findings
         ],

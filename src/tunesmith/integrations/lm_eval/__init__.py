@@ -1,0 +1,1 @@
+"""EleutherAI's lm-eval with our engine as its model."""
