@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.common import Say, benchmark, head, print_table, run
 from tunesmith.apps.workflows.live_raters import RaterTraits, verdict_of
@@ -22,7 +22,7 @@ from tunesmith.apps.workflows.live_simulation import hit
 from tunesmith.base.config.algorithms.live import LiveRecipe
 from tunesmith.base.config.load import load_recipe
 from tunesmith.base.core.seeds import derive
-from tunesmith.collect.store.records import CampaignSettings
+from tunesmith.collect.store.records import CampaignSettings, Verdict
 from tunesmith.collect.store.runs import RunReader
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.engine.batch.rollout import Group
@@ -107,7 +107,8 @@ def _voted(
             continue
         answers = [{"text": text} for text in shown[0].answers]
         presentation = {"prompt": [{"text": shown[0].prompt, "role": None}], "answers": answers}
-        store.vote(shown[0].token, raters[number], verdict_of(presentation, TRAITS[number], draw, judge))
+        verdict = cast(Verdict, verdict_of(presentation, TRAITS[number], draw, judge))
+        store.vote(shown[0].token, raters[number], verdict)
         num_votes += 1
         loop.read_votes()
         if len(loop.memory.fresh) >= loop.cfg.live.votes_per_update:

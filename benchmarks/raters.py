@@ -133,7 +133,7 @@ def accuracy(rows: Sequence[Pair], judged: Sequence[Pair], how: str, options: Na
     size = {"model": "tiny:llama", "model.dtype": "float32"} if options.quick else {"model": options.model}
     with tempfile.TemporaryDirectory() as folder:
         done = train.reward(
-            pairs=[*rows],
+            pairs=cast(Any, [*rows]),
             **{
                 **size,
                 "pairs.heldout_source": _written(judged, Path(folder)),

@@ -117,7 +117,8 @@ def compare_with_people(
     order = permutation(seed, 0, len(pairs))[: limit or len(pairs)]
     chosen = [pairs[index] for index in order]
     texts = [
-        PairText(pair.prompt.content, *map(plain_text, (pair.chosen, pair.rejected)), pair.prompt.id) for pair in chosen
+        PairText(pair.prompt.content, plain_text(pair.chosen), plain_text(pair.rejected), pair.prompt.id)
+        for pair in chosen
     ]
     verdicts = judge.preferences(texts)
     unjudged = [one for one in verdicts if isinstance(one, Unjudged)]

@@ -64,6 +64,7 @@ class HTTPClient:
         held: socket.socket | None = None
         try:
             connection.connect()
+            assert connection.sock is not None  # it has connected
             held = connection.sock  # which the connection gives away once it has the headers
             self._open.add(held)
             connection.request(method, path, json.dumps(body) if body is not None else None, headers)

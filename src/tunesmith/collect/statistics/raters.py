@@ -399,7 +399,7 @@ def _covariances(votes: PairVotes, fit: _Fit) -> np.ndarray:
         places = (2 * votes.rater_N[own_N][:, None] + [0, 1]).ravel()
         values = gradient_N2[own_N].ravel()
         # Added one by one, in case that a rater has judged an item twice.
-        flat = (places[:, None] * 2 * num + places).ravel()
+        flat = (places[:, None] * 2 * num + places).ravel().astype(np.intp)
         np.subtract.at(information_PP.reshape(-1), flat, unsure * np.outer(values, values).ravel())
     covariance_PP = np.linalg.inv(_positive(information_PP))
     return np.stack([covariance_PP[2 * one : 2 * one + 2, 2 * one : 2 * one + 2] for one in range(num)])

@@ -56,7 +56,7 @@ class Known:
         if not stored:
             return None
         facts = cast(Mapping[str, Any], stored) if isinstance(stored, Mapping) else {}
-        values = {field.name: facts.get(field.name) for field in fields(cls)}
+        values: dict[str, Any] = {field.name: facts.get(field.name) for field in fields(cls)}
         offsets = values.pop("offsets")
         numbers = [*(cast(list[Any], offsets) if isinstance(offsets, list) else ()), *values.values()]
         if len(numbers) != num_heads + len(values) or not all(
@@ -67,12 +67,12 @@ class Known:
 
     def to_json(self) -> dict[str, object]:
         """All fields as JSON types."""
-        return asdict(self) | {"offsets": list(self.offsets)}
+        return {**asdict(self), "offsets": list(self.offsets)}
 
 
 def num_heads_of(model: PreTrainedModel) -> int:
     """Heads of a reward model: 1 but for those that Tunesmith trains with more."""
-    return int(model.config.num_labels) if getattr(model.config, HEADS, None) is not None else 1
+    return int(cast(Any, model.config).num_labels) if getattr(model.config, HEADS, None) is not None else 1
 
 
 def add_heads(model: PreTrainedModel, count: int, prior_scale: float, seed: int) -> None:
@@ -94,7 +94,7 @@ def add_heads(model: PreTrainedModel, count: int, prior_scale: float, seed: int)
     prior_KH = (prior_KH - prior_KH.mean(0)) * (prior_scale / math.sqrt(one.in_features))
     device = one.weight.device
     with torch.no_grad():
-        score = nn.utils.skip_init(nn.Linear, one.in_features, count, bias=one.bias is not None, device=device)
+        score: nn.Linear = cast(Any, nn.utils).skip_init(nn.Linear, one.in_features, count, bias=one.bias is not None, device=device)
         score.weight.copy_(one.weight.float() + prior_KH.to(device))
         if one.bias is not None:
             score.bias.copy_(one.bias.float().expand(count))
@@ -105,5 +105,5 @@ def add_heads(model: PreTrainedModel, count: int, prior_scale: float, seed: int)
 def describe_heads(model: PreTrainedModel, count: int, facts: Mapping[str, object]) -> None:
     """Write the number of heads, and what is known of them, into the config of `model`."""
     model.config.num_labels = count
-    model.num_labels = count
+    setattr(model, "num_labels", count)  # noqa: B010 - an attribute of classifiers alone
     setattr(model.config, HEADS, dict(facts))

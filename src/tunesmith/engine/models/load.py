@@ -6,11 +6,11 @@ Weights are read from safetensors only (a pickle can run code), and code in a mo
 
 import copy
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -346,7 +346,8 @@ def _classifier(located: _Located, dtype: torch.dtype) -> tuple[PreTrainedModel,
         return _classifier_on(model, dtype), tokenizer
     tokenizer = load_tokenizer(located.folder, name, trust_remote_code=trust)
     stored = read_object(located.folder / "config.json")
-    num_heads = max(1, len(stored.get("id2label") or ())) if stored.get(ensemble.HEADS) is not None else 1
+    labels = cast(Mapping[str, object], stored.get("id2label") or {})
+    num_heads = max(1, len(labels)) if stored.get(ensemble.HEADS) is not None else 1
     model, missing = _from_pretrained(
         AutoModelForSequenceClassification, located.folder, name, dtype, trust_remote_code=trust, num_labels=num_heads
     )

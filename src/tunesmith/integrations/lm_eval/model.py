@@ -1,7 +1,7 @@
 """A model of lm-eval that computes by exact forward passes and draws by the rollout engine."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
@@ -55,12 +55,12 @@ class TunesmithLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end-of-sequence token."""
-        return self.tokenizer.eos_token_id
+        return cast(int, self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text without context: the begin-of-sequence token, else that of the end."""
-        begin = self.tokenizer.bos_token_id
+        begin = cast(int | None, self.tokenizer.bos_token_id)
         return self.eot_token_id if begin is None else begin
 
     @property

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from tunesmith.learn.judges.judge import Judge, PairText, PairVerdict, Unjudged,
 _log = get_logger(__name__)
 
 
+@final
 class JudgedPairs:
     """Compares each completion of one model with that of the other of the same prompt and number."""
 

@@ -153,8 +153,8 @@ class Selection:
             ]
             row_N, position_N = torch.tensor(places, dtype=torch.long).reshape(-1, 2).T
             module, device = self.model.module, self.model.module.device
-            on_device = (one.to(device) for one in (batch.ids_BS, lengths_B, row_N, position_N))
-            states_NH = trunk_states(module, self.model.decoder, *on_device).float().cpu()
+            ids_BS, places_N = batch.ids_BS.to(device), (row_N.to(device), position_N.to(device))
+            states_NH = trunk_states(module, self.model.decoder, ids_BS, lengths_B.to(device), *places_N).float().cpu()
             sums_BH = torch.zeros(len(part), states_NH.shape[1]).index_add_(0, row_N, states_NH)
             mean_BH = sums_BH / (lengths_B - prompt_lengths_B).clamp(min=1)[:, None]
             for index, states_H in zip(batch.answer_B.tolist(), mean_BH, strict=True):

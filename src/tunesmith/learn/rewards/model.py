@@ -153,7 +153,8 @@ class ModelReward:
         if (known := self.model.known) is not None:
             reward_BK = reward_BK - reward_BK.new_tensor(known.offsets)
         mean_B, spread_B = reward_BK.mean(-1), reward_BK.std(-1)
-        reward_B = reward_BK.amin(-1) if self.pessimism == "worst" else mean_B - self.pessimism * spread_B
+        times = self.pessimism
+        reward_B = reward_BK.amin(-1) if isinstance(times, str) else mean_B - times * spread_B
         columns = (reward_B.tolist(), mean_B.tolist(), spread_B.tolist())
         return [_Judged(*one) for one in zip(*columns, strict=True)]
 

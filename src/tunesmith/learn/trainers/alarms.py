@@ -70,8 +70,10 @@ def _no_signal(rows: Sequence[Row], section: AlarmsSection) -> str:
 def _unfamiliar(rows: Sequence[Row], section: AlarmsSection) -> str:
     """The message on completions about which the heads of a reward model differ as they do not on votes."""
     limit = section.max_unfamiliar
+    if limit is None:
+        return ""
     names = [name for name in rows[-1] if name.startswith("rewards/") and name.endswith("/unfamiliar")]
-    for name in names if limit is not None else ():
+    for name in names:
         shares = [row[name] for row in rows if name in row]
         first, now = fmean(shares[:_FIRST_STEPS]), fmean(shares[-_FIRST_STEPS:])
         if len(shares) < _FIRST_STEPS or now <= limit:

@@ -159,7 +159,8 @@ class Reward:
             torch.stack([torch.ones_like(batch.chosen_N), 2 - batch.tie_N.long()], dim=1),
             self.weights(pairs, reward_BH.device) if bootstraps else None,
             lambda reward_N2, weight_N: bradley_terry(
-                *reward_N2.unbind(1),
+                reward_N2[:, 0],
+                reward_N2[:, 1],
                 margin_N,
                 batch.tie_N,
                 num_pairs=num_items,
