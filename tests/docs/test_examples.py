@@ -17,7 +17,7 @@ from foreign_rows import FILES
 
 from pages import PAGES, ROOT, Block, all_blocks, blocks
 from server_parts import Client, Server
-from tunesmith.apps.cli.main import main
+from tunesmith.apps.cli.main import commands, main
 from tunesmith.base.config.keys import leaves
 from tunesmith.base.config.schema import RECIPES
 
@@ -30,6 +30,7 @@ PROGRAMS = {"sh": ("bash", "-euo", "pipefail"), "javascript": _NODE, "typescript
 """What runs a block from its stdin. The TypeScript of the pages has no types of its own, so it is JavaScript too."""
 
 NESTED = {"train", "recipes", "runs", "judge", "votes", "users", "convert"}
+"""Words that are no command by themselves, as `eval` is."""
 COMMANDS = [(block.where, words) for block in all_blocks("console") for words in block.commands()]
 TUNESMITH = [(where, words[1:]) for where, words in COMMANDS if words[0] == "tunesmith"]
 UNINSTALLED = {block.where for block in all_blocks("console") if block.value.startswith("needs a package")}
@@ -176,7 +177,7 @@ def is_recipe_key(algorithm: str, key: str) -> bool:
 def test_a_printed_command_and_its_flags_exist(where: str, words: list[str]):
     if words[0].startswith("-"):
         pytest.skip("a flag of the program itself")
-    command = words[: 2 if words[0] in NESTED or words[:2] == ["eval", "reward"] else 1]
+    command = words[: 2 if words[0] in NESTED or " ".join(words[:2]) in commands() else 1]
     text = cached_help(*command)
     if words[0] == "profile" and words[1] in RECIPES:  # which takes the flags of that training too
         text += cached_help("train", words[1])

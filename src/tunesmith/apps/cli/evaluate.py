@@ -139,7 +139,7 @@ class BenchmarkOptions:
     """Ask a model lm-eval's tasks, and the model that it was trained from: what the training cost in ability.
 
     Figures and questions are those of lm-eval, computed by Tunesmith's engine. Those of a run are kept in its folder
-    and shown in its report. `tunesmith eval reward` judges a reward model.
+    and shown in its report. `tunesmith eval reward` and `eval judge` measure reward models and judges.
     """
 
     run: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", "RUN")]
