@@ -64,8 +64,8 @@ class HTTPClient:
         held: socket.socket | None = None
         try:
             connection.connect()
-            assert connection.sock is not None  # it has connected
-            held = connection.sock  # which the connection gives away once it has the headers
+            # The connection gives its socket away once it has the headers.
+            held = cast(socket.socket, connection.sock)
             self._open.add(held)
             connection.request(method, path, json.dumps(body) if body is not None else None, headers)
             response = connection.getresponse()

@@ -94,7 +94,9 @@ def add_heads(model: PreTrainedModel, count: int, prior_scale: float, seed: int)
     prior_KH = (prior_KH - prior_KH.mean(0)) * (prior_scale / math.sqrt(one.in_features))
     device = one.weight.device
     with torch.no_grad():
-        score: nn.Linear = cast(Any, nn.utils).skip_init(nn.Linear, one.in_features, count, bias=one.bias is not None, device=device)
+        score: nn.Linear = cast(Any, nn.utils).skip_init(
+            nn.Linear, one.in_features, count, bias=one.bias is not None, device=device
+        )
         score.weight.copy_(one.weight.float() + prior_KH.to(device))
         if one.bias is not None:
             score.bias.copy_(one.bias.float().expand(count))

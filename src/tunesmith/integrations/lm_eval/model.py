@@ -103,8 +103,8 @@ class TunesmithLM(TemplateLM):
         with progress("likelihoods", len(rows), enabled=self._shows_progress) as reporter:
             found = likelihoods(self._model, rows, on_progress=reporter.update)
         answers = [(one.logp, one.is_greedy) for one in found]
-        for (texts, _, _), answer in zip(requests, answers, strict=True):
-            if texts is not None:
+        for request, answer in zip(requests, answers, strict=True):
+            if (texts := request[0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
