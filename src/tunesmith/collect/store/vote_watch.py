@@ -3,7 +3,7 @@
 import re
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Contest:
     second: str
     score: float
     prompt_id: int
-    vote_id: int = 0
+    vote_id: int = field(default=0, compare=False)
 
 
 class VoteWatch(ReadOnlyDatabase):
