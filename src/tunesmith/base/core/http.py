@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import cast
 from urllib.parse import urlsplit
 
 _PIECE = 1 << 16

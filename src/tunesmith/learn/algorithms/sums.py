@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
-from typing import Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,13 @@ class Sums:
         return dict(zip((field.name for field in fields(self)), self.pack().tolist(), strict=True))
 
 
-SumsT = TypeVar("SumsT", bound=Sums)
+class Additive(Protocol):
+    """A record that can be added to others of its type."""
+
+    def __add__(self, other: Any, /) -> Any: ...
+
+
+SumsT = TypeVar("SumsT", bound=Additive)
 
 
 def merged(records: Iterable[SumsT]) -> SumsT:
