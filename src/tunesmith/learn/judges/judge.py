@@ -291,7 +291,8 @@ class Judge:
             pool.shutdown(wait=False, cancel_futures=True)
             while futures:
                 self._asker.abort()
-                futures = wait(futures, _SIGNALS_S).not_done
+                # A future that was cancelled before it ran is done, but `wait` does not know it.
+                futures = {one for one in wait(futures, _SIGNALS_S).not_done if not one.done()}
         return found
 
     def _ask(self, batch: "Mapping[str, _Priced]", seed: int, shared: _Round) -> "dict[str, str | Unjudged]":
