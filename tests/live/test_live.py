@@ -490,10 +490,11 @@ def test_old_votes_are_replayed_only_once_no_new_ones_wait(tmp_path: Path, monke
         return step(learner, votes, *rest)
 
     monkeypatch.setattr(VoteDPO, "step", counted)
-    with looping(live_recipe(tmp_path, live={"pool": 40})) as loop, voters(tmp_path) as people:
+    recipe = live_recipe(tmp_path, live={"heldout_prompts_per_round": 0})
+    with looping(recipe) as loop, voters(tmp_path) as people:
         while len(loop.memory.fresh) < 24:
             loop.refill()
-            people.vote(1, lambda _: "left")
+            people.vote(24 - len(loop.memory.fresh), lambda _: "left")
             loop.read_votes()
         for _ in range(3):
             learnt.append(0)

@@ -13,7 +13,10 @@ from tunesmith.learn.rewards.scorer import Scorer
         ("./no/such/folder", "A reward is `./file.py:name`.* or a built-in: sentiment"),
         ("tiny:llama", "there is no module `tiny`"),
         (RewardSource(source="json:dumps", arguments={"a": 1}), "takes no `arguments`: only built-ins do"),
-        (RewardSource(source="length", label=1), "is a function; `label` and `transform` belong to reward models"),
+        (
+            RewardSource(source="length", label=1),
+            "is a function; `label`, `transform` and `pessimism` belong to reward models",
+        ),
         (RewardSource(source="json:dumps", transform="log_odds"), "is a function; `label`"),
         (
             RewardSource(source="org/model", timeout_s=5),

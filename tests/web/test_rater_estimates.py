@@ -7,7 +7,7 @@ import pytest
 
 from app_parts import app_in
 from page_parts import faults_of, looks
-from server_parts import pairs
+from server_parts import Client, pairs
 from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem
 from tunesmith.collect.web.access import API
 
@@ -77,13 +77,15 @@ def test_estimates_are_not_made_again_for_each_request(parts):
 @pytest.mark.browser
 def test_the_pages_show_it(serve, visit, stored):
     server = serve(pairs(30), overlap=2)
-    admin = server.admin()
+    context = visit.context(server)
+    page = visit.page(context, server, f"{server.url}/raters")
+    admin = Client(server.url, context.cookies()[0]["value"])
     clients = [server.rater(name, admin) for name in ("Grace", "Alan")]
     for client in clients:
         while shown := client.next(10):
             for one in shown:
                 client.vote(one["token"], "left" if one["answers"][0]["text"].startswith("first") else "right")
-    page = visit.page(visit.context(server), server, f"{server.url}/raters")
+    page.reload()
     page.get_by_text("say as much as").wait_for()
     row = page.locator("#rows tr", has_text="Grace")
     assert " % to " in row.inner_text()

@@ -108,7 +108,7 @@ def add_rater(
         values |= {"tokens_per_day": key.tokens_per_day}
     known = _same_name(connection, name)
     if known is None:
-        rater_id = new_id(connection.execute(insert(table).values(**_named(name), created_at=now, **values)))
+        rater_id = new_id(connection.execute(insert(table).values(**named(name), created_at=now, **values)))
     elif known.token_sha256 is None and known.disabled_at is None and not known.is_machine:
         rater_id = int(known.id)
         connection.execute(update(table).where(table.c.id == rater_id).values(**values))
@@ -138,7 +138,7 @@ def redeem(
     fresh = secrets.token_urlsafe(24)
     values: dict[str, object] = {"token_sha256": token_sha256(fresh), "expires_at": expires_at}
     if name is not None and name != rater.name:
-        values |= _named(_new_name(name))
+        values |= named(_new_name(name))
         known = _same_name(connection, name)
         if known is not None and known.id != rater.id:
             raise _taken(name, known.name)
@@ -152,7 +152,7 @@ def raters_named(
     """Id of the rater of each name, in whatever spelling; created without access if missing: for imported votes, among
     which may be those of users of keys, and of `machines`. Raises DataError for a name that nobody may have.
     """
-    wanted = {given: _named(_new_name(given, _OF_DELETED)) for given in dict.fromkeys(names)}
+    wanted = {given: named(_new_name(given, _OF_DELETED)) for given in dict.fromkeys(names)}
     table, known = tables.raters, dict[str, int]()
     for chunk in chunks([one["spelling"] for one in wanted.values()]):
         query = select(table.c.spelling, table.c.id).where(table.c.spelling.in_(chunk)).order_by(table.c.id)
@@ -172,7 +172,7 @@ def rater_of_user(connection: Connection, key_id: int, user: str, now: float) ->
     found = connection.execute(select(tables.raters.c.id).where(tables.raters.c.name == name)).scalar()
     if found is not None:
         return int(found)
-    values = {**_named(name), "role": "rater", "invited_by": key_id, "created_at": now}
+    values = {**named(name), "role": "rater", "invited_by": key_id, "created_at": now}
     return new_id(connection.execute(insert(tables.raters).values(**values)))
 
 
@@ -189,7 +189,7 @@ def _new_name(name: str, reserved: re.Pattern[str] = _RESERVED) -> str:
     return name
 
 
-def _named(name: str) -> dict[str, str]:
+def named(name: str) -> dict[str, str]:
     """The columns of a rater's name."""
     return {"name": name, "spelling": spelling_of(name)}
 
@@ -204,7 +204,7 @@ def make_nameless(connection: Connection, rater_id: int, now: float) -> None:
     name, table = f"{DELETED} {rater_id}", tables.raters
     while connection.execute(select(table.c.id).where(table.c.name == name, table.c.id != rater_id)).first():
         name += "'"
-    values = {**_named(name), "token_sha256": None, "disabled_at": now}
+    values = {**named(name), "token_sha256": None, "disabled_at": now}
     connection.execute(update(table).where(table.c.id == rater_id).values(**values))
 
 

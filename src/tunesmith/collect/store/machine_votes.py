@@ -10,6 +10,7 @@ from sqlalchemy import Connection, and_, exists, insert, or_, select, true
 from tunesmith.base.core.errors import NameTakenError
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store import audit
+from tunesmith.collect.store.campaigns import named
 from tunesmith.collect.store.content import check_name, check_text
 from tunesmith.collect.store.items import StoredAnswer, answers_of_items, chunks
 from tunesmith.collect.store.queue import SIDES_UNKNOWN, by_people
@@ -197,7 +198,7 @@ def _machine(connection: Connection, name: str, now: float) -> int:
     name = check_name(name, "the judge's name")
     found = connection.execute(select(raters.c.id, raters.c.is_machine).where(raters.c.name == name)).first()
     if found is None:
-        values = {"name": name, "role": "rater", "created_at": now, "is_machine": True}
+        values = {**named(name), "role": "rater", "created_at": now, "is_machine": True}
         return new_id(connection.execute(insert(raters).values(**values)))
     if not found.is_machine:
         raise NameTakenError(
