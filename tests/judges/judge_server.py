@@ -10,6 +10,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from completions_server import QuietHTTP
+
 _BLOCK = re.compile(r"\[(\w{12}) (answer [AB]|answer)\]\n(.*?)\n\[\1 end of \2\]", re.DOTALL)
 
 TOKENS_OF_ANSWER = 7
@@ -52,7 +54,7 @@ class JudgeServer:
 
     def start(self) -> None:
         with self.lock:
-            self._http = _HTTP(("127.0.0.1", self._port), _Handler)
+            self._http = QuietHTTP(("127.0.0.1", self._port), _Handler)
             self._http.owner = self  # type: ignore[attr-defined]
             self._port = self._http.server_address[1]
             threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -72,14 +74,6 @@ class JudgeServer:
         """What the judge answers."""
         blocks = [text for _, _, text in _BLOCK.findall(body["messages"][-1]["content"])]
         return f"Because of its length. [[{self.verdict(*blocks) if len(blocks) == 2 else self.grade(*blocks)}]]"
-
-
-class _HTTP(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: clients that go away are what is tested."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -55,7 +55,7 @@ class CompletionsServer:
             self._load(self.started_with)
             self.version = ""
             self.num_starts += 1
-            self._http = _HTTP(("127.0.0.1", self._port), _Handler)
+            self._http = QuietHTTP(("127.0.0.1", self._port), _Handler)
             self._http.owner = self  # type: ignore[attr-defined]
             self._port = self._http.server_address[1]
             threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -140,7 +140,9 @@ class CompletionsServer:
         return self.load(*body["args"])
 
 
-class _HTTP(ThreadingHTTPServer):
+class QuietHTTP(ThreadingHTTPServer):
+    """A server whose threads end with the process."""
+
     daemon_threads = True
     block_on_close = False
 

@@ -18,9 +18,8 @@ from tunesmith.base.core.trace import span
 from tunesmith.collect.data.answers import Answer, collate_answers
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.language_model import LanguageModel
-from tunesmith.engine.models.logprob import trunk_states
+from tunesmith.engine.models.logprob import completion_layout, trunk_states
 from tunesmith.learn.live.votes import VotedPair
-from tunesmith.learn.trainers import setup
 
 _MAX_FEATURES = 1024
 """Hidden states of more coordinates are projected to so many, at random: the posterior costs their third power."""
@@ -35,18 +34,18 @@ _ANSWERS_PER_PASS = 32
 class Chosen:
     """Two answers, by their places among those of a prompt, why they were paired, and what the method expects of them.
 
-    `value` is what the method maximizes: a gap in logits, a share of probability, or nats; 0 for a random pair.
+    `value` is what the method maximizes: a gap in logits, a share of probability, or nats.
     """
 
     prompt: int
     pair: tuple[int, int]
     method: str
-    value: float = 0.0
+    value: float
 
     @property
     def reason(self) -> str:
-        """The method, and its value for all but random pairs."""
-        return self.method if self.method == "random" else f"{self.method} {self.value:.3g}"
+        """The method and its value."""
+        return f"{self.method} {self.value:.3g}"
 
 
 class Preferences:
@@ -61,19 +60,20 @@ class Preferences:
         precision = torch.eye(num_features, dtype=torch.float64) * num_features
         target_N = torch.where(tie_N, 0.5, 1.0).to(torch.float64)
         theta_F = torch.zeros(num_features, dtype=torch.float64)
-        hessian_FF = precision
+        factor_FF = precision
         for _ in range(_NEWTON_STEPS):
             p_N = torch.sigmoid(difference_NF @ theta_F)
             hessian_FF = precision + difference_NF.T @ ((p_N * (1 - p_N))[:, None] * difference_NF)
             gradient_F = difference_NF.T @ (target_N - p_N) - precision @ theta_F
-            step_F = torch.cholesky_solve(gradient_F[:, None], torch.linalg.cholesky(hessian_FF))[:, 0]
+            factor_FF = torch.linalg.cholesky(hessian_FF)
+            step_F = torch.cholesky_solve(gradient_F[:, None], factor_FF)[:, 0]
             # Far from the mode, Newton's step of a logistic likelihood may overshoot: no gap moves by over 2 logits.
             largest = float((difference_NF @ step_F).abs().max()) if num_votes else 0.0
             theta_F = theta_F + step_F * min(1.0, 2.0 / max(largest, 1e-12))
             if largest < _TOLERANCE:
                 break
         self.mode_F = theta_F
-        self.factor_FF = torch.linalg.cholesky(hessian_FF)
+        self.factor_FF = factor_FF
 
     def whitened(self, difference_MF: torch.Tensor) -> torch.Tensor:
         """z_MF, whose inner products are the posterior covariances of the gaps."""
@@ -144,16 +144,11 @@ class Selection:
         """Compute the features of `answers`, which are not in the cache."""
         order = sorted(answers, key=lambda one: (one.prompt_ids, one.completion_ids))
         for part in chunks(order, _ANSWERS_PER_PASS):
-            batch = setup.sent(collate_answers(part, range(len(part))), None)
+            batch = collate_answers(part, range(len(part)))
             lengths_B, prompt_lengths_B = batch.lengths_B, batch.prompt_lengths_B
-            places = [
-                (row, position)
-                for row, (start, end) in enumerate(zip(prompt_lengths_B.tolist(), lengths_B.tolist(), strict=True))
-                for position in range(start, end)
-            ]
-            row_N, position_N = torch.tensor(places, dtype=torch.long).reshape(-1, 2).T
+            row_N, before_N, _ = completion_layout(batch.ids_BS, lengths_B, prompt_lengths_B).indices()
             module, device = self.model.module, self.model.module.device
-            ids_BS, places_N = batch.ids_BS.to(device), (row_N.to(device), position_N.to(device))
+            ids_BS, places_N = batch.ids_BS.to(device), (row_N.to(device), (before_N + 1).to(device))
             states_NH = trunk_states(module, self.model.decoder, ids_BS, lengths_B.to(device), *places_N).float().cpu()
             sums_BH = torch.zeros(len(part), states_NH.shape[1]).index_add_(0, row_N, states_NH)
             mean_BH = sums_BH / (lengths_B - prompt_lengths_B).clamp(min=1)[:, None]
