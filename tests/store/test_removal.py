@@ -53,7 +53,7 @@ def key(store: VoteStore) -> int:
     return store.add_rater("app", key=KeySettings(("generate", "feedback")), now=NOW).rater.id
 
 
-def answered(store: VoteStore, key: int, name: str, days: float, user: str = "ada", episode: str = "") -> None:
+def answered(store: VoteStore, key: int, name: str, days: float, user: str = "olga", episode: str = "") -> None:
     """Store two answers that were given so many days ago."""
     choices = tuple(
         Choice(f"{colour} for {name}", (5, 6), (-0.5, -1.0), (-0.4, -0.9), "stop", version, f"v{version}")
@@ -164,18 +164,18 @@ def filled(store: VoteStore, key: int) -> dict[str, int]:
         store.demonstrate(shown.token, rater_id, f"text of {name}", now=NOW)
         pair = NewItem(f"Talk of {name}", (Candidate(f"first for {name}"), Candidate(f"second for {name}")))
         store.vote_on_pair(1, pair, rater_id, "right", now=NOW)
-    for user in ("ada", "bob"):
+    for user in ("olga", "bob"):
         answered(store, key, f"{user}-1", 1, user, episode=f"talk of {user}")
         answered(store, key, f"{user}-2", 1, user)
         say(store, key, 0, "preference", {"better": 0, "worse": 1}, inference=f"{user}-1")
         say(store, key, 0, "thumbs", True, inference=f"{user}-1")
         say(store, key, 0, "demonstration", f"What {user} wrote", inference=f"{user}-1")
         say(store, key, 0, "solved", True, episode=f"talk of {user}")
-    # Somebody else judges what came from ada's conversation.
+    # Somebody else judges what came from olga's conversation.
     (shown,) = [
         one
         for one in store.next_presentations(ids["Bob Roe"], 1, 9, now=NOW)
-        if "Red for ada-1" in one.answers and "What" not in one.answers[0] + one.answers[1]
+        if "Red for olga-1" in one.answers and "What" not in one.answers[0] + one.answers[1]
     ]
     store.vote(shown.token, ids["Bob Roe"], "left", now=NOW)
     store.charge(key, 9, now=NOW)
@@ -190,25 +190,25 @@ def test_the_data_of_a_person_is_exported_as_they_would_read_it(store: VoteStore
     assert {"good", "poor"} == set(shared["answers"]) and shared["reason"] == "reason of Ann Doe"
     assert own["prompt"] == "Talk of Ann Doe" and own["verdict"] == "right"
     assert own["answers"] == ["first for Ann Doe", "second for Ann Doe"] and written["text"] == "text of Ann Doe"
-    ada = list(store.reader.data_of(store.reader.person("ada", "app"), now=NOW))
-    kinds = [row["kind"] for row in ada]
+    olga = list(store.reader.data_of(store.reader.person("olga", "app"), now=NOW))
+    kinds = [row["kind"] for row in olga]
     assert kinds == ["export", "key", "rater"] + 2 * ["answer"] + 4 * ["feedback"] + 2 * ["vote"]
-    assert ada[3]["prompt"][0]["content"] == "What ada asked in ada-1" and ada[3]["conversation"] == "talk of ada"
-    assert ada[3]["answers"] == ["Red for ada-1", "Blue for ada-1"] and ada[3]["num_tokens"] == 7
-    assert not any("bob" in str(row) for row in ada)
+    assert olga[3]["prompt"][0]["content"] == "What olga asked in olga-1" and olga[3]["conversation"] == "talk of olga"
+    assert olga[3]["answers"] == ["Red for olga-1", "Blue for olga-1"] and olga[3]["num_tokens"] == 7
+    assert not any("bob" in str(row) for row in olga)
     whole = list(store.reader.data_of(store.reader.person("app"), now=NOW))
     assert [row["kind"] for row in whole] == ["export", "key", "usage"] and whole[2]["num_tokens"] == 9
     # The rater of a user is known by the name that pages show, too.
-    shown = next(one.name for one in store.reader.raters() if one.name == ada[2]["name"])
-    assert store.reader.person(shown) == store.reader.person("ada", "app")
+    shown = next(one.name for one in store.reader.raters() if one.name == olga[2]["name"])
+    assert store.reader.person(shown) == store.reader.person("olga", "app")
 
 
 @pytest.mark.parametrize(
     ("name", "key_name", "said"),
     [
         ("nobody", "", "no rater and no key 'nobody'$"),
-        ("ada", "", "of the 'app' there is a user of this name: add --key"),
-        ("ada", "other", "no key 'other'; there are 'app'"),
+        ("olga", "", "of the 'app' there is a user of this name: add --key"),
+        ("olga", "other", "no key 'other'; there are 'app'"),
         ("Ada", "app", "'app' has no user 'Ada'"),
     ],
 )
@@ -220,16 +220,16 @@ def test_nobody_is_found_by_a_wrong_name(store: VoteStore, key: int, name: str, 
 
 def test_a_deleted_user_of_a_key_leaves_nothing_and_others_keep_what_is_theirs(store: VoteStore, key: int, path: Path):
     filled(store, key)
-    first = [vote for vote in store.reader.votes_after(0) if "ada" in str(vote.prompt)]
+    first = [vote for vote in store.reader.votes_after(0) if "olga" in str(vote.prompt)]
     assert len(first) == 3  # a preference, a demonstration, and Bob Roe's vote
-    said = [one for one in store.reader.feedback_after(0) if one.user == "ada" and one.inference]
+    said = [one for one in store.reader.feedback_after(0) if one.user == "olga" and one.inference]
     with VoteWatch(path) as watch:
         contests = len(watch.contests()[1])
-        done = store.delete_person(store.reader.person("ada", "app"), by=key, now=NOW)
+        done = store.delete_person(store.reader.person("olga", "app"), by=key, now=NOW)
         assert len(watch.contests()[1]) < contests
     assert done == {"id": done["id"], "answers": 2, "votes": 3, "feedback": 4}
     text = words_in(path)
-    for word in ("ada", "What ada", "Red for ada-1"):
+    for word in ("olga", "What olga", "Red for olga-1"):
         assert word not in text
     assert "What bob wrote" in text and "reason of Ann Doe" in text
     assert {vote.rater for vote in store.reader.votes_after(0)} >= {"Ann Doe", "Bob Roe"}
@@ -245,13 +245,13 @@ def test_a_deleted_user_of_a_key_leaves_nothing_and_others_keep_what_is_theirs(s
     entry = store.reader.audit()[0]
     assert (entry.who, entry.kind, entry.about) == ("app", "data deleted", f"deleted {done['id']}")
     with pytest.raises(StoreError, match="no user"):
-        store.reader.person("ada", "app")
+        store.reader.person("olga", "app")
     # Nobody is shown what is left of it, and they may come back as somebody new.
     carl = store.add_rater("carl", now=NOW).rater.id
     assert all(one.prompt and all(one.answers) for one in store.next_presentations(carl, 1, 20, now=NOW))
-    answered(store, key, "ada-9", 0)
-    say(store, key, 0, "preference", {"better": 0, "worse": 1}, inference="ada-9")
-    assert store.reader.person("ada", "app").rater_id != done["id"]
+    answered(store, key, "olga-9", 0)
+    say(store, key, 0, "preference", {"better": 0, "worse": 1}, inference="olga-9")
+    assert store.reader.person("olga", "app").rater_id != done["id"]
 
 
 def test_a_deleted_rater_has_no_access_and_their_items_are_asked_of_others_again(
@@ -281,7 +281,7 @@ def test_a_deleted_key_leaves_the_data_of_its_users(store: VoteStore, key: int):
     say(store, key, 0, "thumbs", True, inference="own-3")
     done = store.delete_person(store.reader.person("app"), now=NOW)
     assert done == {"id": key, "answers": 250, "feedback": 1, "usage": 1}
-    assert len(store.reader.inferences(["ada-1", "ada-2", "bob-1", "own-3"])) == 3
+    assert len(store.reader.inferences(["olga-1", "olga-2", "bob-1", "own-3"])) == 3
     assert [one.name for one in store.reader.raters() if one.scopes] == [f"deleted {key}"]
 
 
@@ -387,7 +387,7 @@ def test_a_command_has_the_owner_of_the_file_do_the_work(store: VoteStore, key: 
     assert "its process is asked" in told[0]
     answered(store, key, "own", days=0)
     filled(store, key)
-    person = store.reader.person("ada", "app")
+    person = store.reader.person("olga", "app")
     facts = {"rater_id": person.rater_id, "key_id": person.key_id, "user": person.user}
     assert do_in(path, Chore("delete", facts), told.append)["votes"] == 3
     do_in(path, Chore("note", {"kind": "data exported", "detail": {"id": key}}), told.append)
@@ -408,7 +408,7 @@ def test_nothing_is_stored_for_those_whose_data_was_deleted_by_a_process_that_kn
         store.delete_person(person, now=NOW)
     for late in (
         lambda: answered(store, key, "late", days=0, user=""),
-        lambda: answered(store, key, "late", days=0, user="ada"),
+        lambda: answered(store, key, "late", days=0, user="olga"),
         lambda: store.record(hers, by=eve),
         lambda: store.charge(key, 5, now=NOW),
         lambda: say(store, key, 0, "thumbs", True, inference="kept"),

@@ -39,7 +39,7 @@ class DividedEngine:
         """See `Engine.generate`; on every rank the groups of all prompts. Callbacks cannot be used."""
         if any(functions.values()):
             raise InputError("callbacks of an engine work in one process alone; train without --scale.ranks")
-        with self._turns:  # ranks exchange what they drew call by call
+        with self._turns.next():  # ranks exchange what they drew call by call
             if self._refresh is not None:
                 self._refresh()
             own = _share(prompts)
@@ -51,7 +51,7 @@ class DividedEngine:
         """See `Engine.converse`. All ranks call it, each with its own prompts, or none: only it can reply to them."""
         if stages() is not None:
             raise InputError("with an environment each rank draws alone, which a pipeline's cannot; set scale.tensor")
-        with self._turns:
+        with self._turns.next():
             if self._refresh is not None:
                 self._refresh()
             return self.inner.converse(prompts, sampling, dialogue) if prompts else 0

@@ -123,7 +123,7 @@ class NativeEngine:
             TrainingError: the packed weights do not reproduce the trainer's log-probs.
         """
         if self._is_exact is None:
-            with self._turns:
+            with self._turns.next():
                 self._look_again()
                 self._pack_weights()
         return bool(self._is_exact) and self._is_trained
@@ -152,7 +152,7 @@ class NativeEngine:
             InputError: the budget is too small.
             TrainingError: the packed weights do not reproduce the trainer's log-probs.
         """
-        with self._turns:
+        with self._turns.next():
             self._look_again()
             runner = self._pack_weights()
         shape, context = cache_shape(self._decoder.architecture), self._decoder.architecture.context_length
@@ -169,7 +169,7 @@ class NativeEngine:
 
         With adapters the packed base is kept.
         """
-        with self._turns:
+        with self._turns.next():
             self._unload()
 
     def _unload(self) -> None:
@@ -192,14 +192,14 @@ class NativeEngine:
         `keys` has the noise of each prompt, where the request is a part of a larger one, or where a prompt ends with
         the first tokens of a completion that is to go on; None: that of a request of its own.
         """
-        with self._turns:
+        with self._turns.next():
             return self._generate(prompts, n, sampling, keys, functions)
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
         """See `engine.Engine.converse`. While replies are awaited the other conversations go on; one that waits has no
         slot, and keeps its blocks of the cache as long as there are others.
         """
-        with self._turns:
+        with self._turns.next():
             return self._generate(prompts, 1, sampling, dialogue.keys, {}, dialogue)[0].weight_version
 
     def _generate(

@@ -83,7 +83,7 @@ class TransformersEngine:
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
-        with self._turns:
+        with self._turns.next():
             return self._generate(prompts, n, sampling, functions)
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:

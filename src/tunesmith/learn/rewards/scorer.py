@@ -200,7 +200,7 @@ class Scorer:
         applies, follow `on_error`. Raises RewardError that names the reward and the sample under `fail`, and if every
         completion is dropped.
         """
-        with self._turns:
+        with self._turns.next():
             return self._score(groups, state, ahead)
 
     def _score(self, groups: Sequence[Group], state: TrainerState | None, ahead: Ahead | None) -> Scores:

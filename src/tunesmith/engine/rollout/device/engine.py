@@ -96,7 +96,7 @@ class DeviceEngine:
 
         A smaller one is kept: an update hardly needs the memory, and graphs would have to be captured again.
         """
-        with self._turns:
+        with self._turns.next():
             if self._steps is not None and self._steps.buffers.storage.nbytes > _KEPT_SHARE * self._memory()[1]:
                 self._steps = None
 
@@ -104,7 +104,7 @@ class DeviceEngine:
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
-        with self._turns:
+        with self._turns.next():
             return self._generate(prompts, n, sampling, functions)
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:

@@ -92,7 +92,7 @@ class RemoteEngine:
         Raises:
             ServerError: the server is away, or has other weights, for longer than `timeout_s`.
         """
-        with self._turns:
+        with self._turns.next():
             return self._generate(prompts, n, sampling, functions)
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:

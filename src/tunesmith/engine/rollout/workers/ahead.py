@@ -91,12 +91,12 @@ class AheadEngine:
         on_group = functions.pop("on_group", None)
         if any(functions.values()):
             raise InputError("completions that are drawn ahead are not reported one by one; set scale.staleness to 0")
-        with self._turns:
+        with self._turns.next():
             return self._generate(prompts, n, sampling, on_group)
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
         """See `engine.Engine.converse`; by the engine's workers, of the weights as they are now."""
-        with self._turns:
+        with self._turns.next():
             return self.inner.converse(prompts, sampling, dialogue)
 
     def _generate(

@@ -172,7 +172,7 @@ class WorkerEngine:
     @property
     def is_exact(self) -> bool:
         """True if raw log-probs equal the trainer's to the bit, as far as the workers that have weights have shown."""
-        with self._turns:
+        with self._turns.next():
             self._look_again()
             pool = self._pool_with(self._publisher.current())
             while self._is_exact is None:
@@ -189,7 +189,7 @@ class WorkerEngine:
 
     def unload(self) -> None:
         """Free the workers' caches and packed weights; the next `generate` rebuilds them."""
-        with self._turns:
+        with self._turns.next():
             if self._pool is not None:
                 self._pool.unload()
 
@@ -201,7 +201,7 @@ class WorkerEngine:
         Raises:
             ServerError: a worker was lost several times in a row.
         """
-        with self._turns, self.waiting():
+        with self._turns.next(), self.waiting():
             return self.draw(self.ask(prompts, n, sampling), **functions)
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, dialogue: Dialogue) -> int:
@@ -210,7 +210,7 @@ class WorkerEngine:
         def draw(asked: Sequence[Prompt], own: SamplingParams, keys: Sequence[NoiseKey]) -> list[Group]:
             return self.draw(self.ask(asked, 1, own, keys=keys))
 
-        with self._turns, self.waiting():
+        with self._turns.next(), self.waiting():
             return in_rounds(draw, prompts, sampling, dialogue)
 
     def ask(
