@@ -85,33 +85,37 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
         own = stack.enter_context(served(options.model, options.threads, say))
         sides = {"ours": own, **{name: Side(url, options.key, options.served) for name, url in others.items()}}
         load = measure_load()
-        found = {name: _measured(side, chats, options, name, say) for name, side in sides.items()}
+        found = _measured(sides, chats, options, say)
         beside = None
         if options.beside:
             stack.enter_context(training(options.model, options.threads, say))
-            beside = _measured(own, chats, options, "beside a training", say)
+            (beside,) = _measured({"beside a training": own}, chats, options, say).values()
     facts: dict[str, Any] = {**head(options, "serving", "model", "rounds", "quick"), "load": load_facts([load])}
     facts |= {"turns": TURNS, "answer_tokens": ANSWER_TOKENS, "sides": found, "beside": beside}
     return facts
 
 
-def _measured(side: Side, chats: Sequence[int], options: Namespace, name: str, say: Say) -> dict[str, Any]:
-    """Medians over rounds, by the number of chats; one round before is not counted."""
-    found: dict[str, Any] = {}
+def _measured(sides: Mapping[str, Side], chats: Sequence[int], options: Namespace, say: Say) -> dict[str, Any]:
+    """Medians over rounds, by server and number of chats. Servers alternate; the first round of each is not counted."""
+    found: dict[str, Any] = {name: {} for name in sides}
+    turns = 1 if options.quick else TURNS
     for number in chats:
-        turns = 1 if options.quick else TURNS
-        rounds = [asyncio.run(talk(side, number, turns, options.seed + one)) for one in range(options.rounds + 1)][1:]
-        figures = [one.facts() for one in rounds]
-        found[str(number)] = {key: statistics.median(one[key] for one in figures) for key in figures[0]}
-        rate, first_s = (found[str(number)][key] for key in ("tokens_per_s", "first_token_median_s"))
-        say(f"{name}, {number} chats: {rate:.0f} tokens/s, first token after {first_s:.2f} s")
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        for one in range(options.rounds + 1):
+            for name, side in sides.items():
+                rounds[name].append(asyncio.run(talk(side, number, turns, options.seed + one)).facts())
+        for name, (_, *figures) in rounds.items():
+            median = {key: statistics.median(one[key] for one in figures) for key in figures[0]}
+            found[name][str(number)] = median
+            rate, first_s = median["tokens_per_s"], median["first_token_median_s"]
+            say(f"{name}, {number} chats: {rate:.0f} tokens/s, first token after {first_s:.2f} s")
     return found
 
 
 async def talk(side: Side, num_chats: int, turns: int, seed: int) -> Times:
     """All chats of a round, each of `turns` turns."""
     times = Times()
-    async with AsyncOpenAI(base_url=side.url, api_key=side.key, max_retries=0, timeout=START_S) as client:
+    async with AsyncOpenAI(base_url=side.url, api_key=side.key, max_retries=2, timeout=START_S) as client:
         begun_s = time.perf_counter()
         chats = (_chat(client, side.model, turns, seed * 1000 + number, times) for number in range(num_chats))
         await asyncio.gather(*chats)
@@ -182,10 +186,9 @@ def served(model: str, threads: int, say: Say) -> Iterator[Side]:
 def training(model: str, threads: int, say: Say) -> Iterator[None]:
     """A GRPO training that goes on meanwhile, after its first step."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["train", "grpo", "--model", model, "--prompts", "arithmetic", "--dir", folder, "--steps", "100000"]
+        words = ["train", "grpo", "--model", model, "--prompts", "arithmetic", "--run.dir", folder, "--steps", "100000"]
         command = [sys.executable, "-m", "tunesmith", *words]
-        nowhere = subprocess.DEVNULL
-        process = subprocess.Popen(command, env=_environment(threads), stdout=nowhere, stderr=nowhere)
+        process = subprocess.Popen(command, env=_environment(threads), stdout=subprocess.DEVNULL)
         try:
             _await_step(process, Path(folder))
             say("a training runs beside")
