@@ -2,7 +2,10 @@
 
 import io
 import json
+import platform
 import queue
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -11,6 +14,20 @@ from tunesmith.apps.workflows.model_worker import MAX_MODELS, Worker, main
 from tunesmith.engine.models.tiny import tiny_model
 
 TINY = {"name": "tiny:llama", "dtype": "float32"}
+FORGETTING = """
+import psutil, torch
+from tunesmith.apps.workflows.model_worker import MAX_MODELS, Speaker, Worker
+from tunesmith.base.core.system import keep_freed_memory
+
+keep_freed_memory()
+worker, between = Worker(lambda replies: None), []
+for number in range(MAX_MODELS):
+    worker.speakers[str(number)] = Speaker(torch.zeros(50 * 2**20), None, 0)
+    between.append(bytearray(2**20))
+before = psutil.Process().memory_info().rss
+worker.speaker({"name": "tiny:llama", "dtype": "float32"})
+print((before - psutil.Process().memory_info().rss) / 2**20)
+"""
 CONVERSATIONS = (("The film was",), ("A story", " begins", "It ends"))
 SAMPLING = {"max_new_tokens": 6, "temperature": 1.0}
 
@@ -112,6 +129,12 @@ def test_a_model_with_a_template_reads_messages_and_few_models_are_kept(worker, 
     as_text = work(worker, request(0, "hi", model={"name": str(tmp_path / "0")}, as_text=True))
     assert answer_of(as_text[0])["prompt"] == "hi"
     assert len(worker[0].speakers) == MAX_MODELS
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to give memory back")
+def test_the_memory_of_a_model_that_is_forgotten_is_given_back():
+    done = subprocess.run([sys.executable, "-c", FORGETTING], capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 100  # of 200 MiB, less what the new model takes
 
 
 def test_content_comes_in_pieces_also_where_tools_may_be_called(worker, tmp_path):

@@ -32,7 +32,7 @@ from typing import Any, TextIO
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import ContextFullError, InputError, ModelError, TunesmithError
 from tunesmith.base.core.log import get_logger
-from tunesmith.base.core.system import keep_freed_memory
+from tunesmith.base.core.system import keep_freed_memory, trim_memory
 from tunesmith.base.schema.records import Message, Prompt, Text
 from tunesmith.engine.batch.rollout import Completion, SamplingParams
 from tunesmith.engine.models.load import load_policy
@@ -137,6 +137,7 @@ class Worker:
             idle = [one for one in self.speakers if one not in self._busy.values()]
             for one in idle[: max(0, len(self.speakers) - MAX_MODELS + 1)]:
                 del self.speakers[one]
+                trim_memory()  # a cache seldom fits into the gaps that another one leaves in the heap
             section = ModelSection.model_validate(model)
             check_memory(section.name)
             loaded = load_policy(section)
