@@ -44,6 +44,7 @@ from tunesmith.learn.algorithms.preference_loss import (
 )
 from tunesmith.learn.algorithms.sums import merged
 from tunesmith.learn.evaluation.reward_quality import decided_pairs, head_rewards, judge
+from tunesmith.learn.evaluation.reward_sources import EvaluationFigures, decided_by_source, pairs_to_judge
 from tunesmith.learn.trainers import setup
 from tunesmith.learn.trainers.api import Inputs, Metrics, StepResult
 from tunesmith.learn.trainers.estimate import Estimate, training_estimate
@@ -213,7 +214,7 @@ class RewardTask:
             encode=self.model.encode,
             weigh=self.raters,
         )
-        self.prompts = Groups(self.data.train_prompts[pair.prompt_id] for pair in self.data.train)
+        self.prompts = Groups(self.data.groups)
         section = cfg.reward_model
         self.num_steps = cfg.run.steps or steps_of_epochs(
             section.num_epochs, len(self.data.train), section.pairs_per_step
@@ -233,6 +234,8 @@ class RewardTask:
             "the model": fingerprint_of_tensors(learner.model),
             "the pairs": fingerprint_of_rows([*self.data.train, *self.data.heldout]),
         }
+        if self.data.elsewhere.items:
+            identity["the pairs of other sources"] = fingerprint_of_rows(self.data.elsewhere.items)
         if self.raters is not None:
             identity["the weights of the votes"] = fingerprint_of_rows(pair.weight for pair in self.data.train)
         return identity
@@ -245,7 +248,7 @@ class RewardTask:
         per_prompt = max(1, round(len(distinct) / len(self.prompts.members)))
         rows = Rows(prompt, max(1.0, fmean(map(len, distinct)) - prompt), per_prompt)
         each = rows.tokens(len(distinct)) / len(train)
-        heldout = {ids for item in self.data.heldout for ids in item.sequences}
+        heldout = {ids for item in (*self.data.heldout, *self.data.elsewhere.items) for ids in item.sequences}
         evaluation = Work(scored=rows.tokens(len(heldout)))
         step = Work(trained=min(section.pairs_per_step, len(train)) * each, updates=1)
         judging = evaluation if self.cfg.evaluation.judge else Work()
@@ -263,18 +266,15 @@ class RewardTask:
         """Accuracy, margin and loss on the held-out pairs or rankings that are no ties; empty without any.
 
         `eval/longer_wins` is the accuracy of preferring the longer completion, a baseline that a reward model must
-        beat.
+        beat. Of several sources each has its accuracy and this baseline, also those that are only evaluated on.
         """
-        items = [item for item in self.data.heldout if item.decided]
-        if not items:
-            return {}
-        with span("evaluate"):
-            micros = share_of(chunks(items, self.cfg.reward_model.micro_batch_size))
-            stats = gathered([learner.micro_batch_loss(micro, len(items))[1] for micro in micros])
-        decided = [pair for item in items for pair in item.decided]
-        longer = sum((len(better) > len(worse)) + 0.5 * (len(better) == len(worse)) for better, worse in decided)
-        metrics = {f"eval/{name}": value for name, value in merged(stats).metrics().items() if name != "tie_fraction"}
-        return {**metrics, "eval/num_pairs": float(len(decided)), "eval/longer_wins": longer / len(decided)}
+        size, figures = self.cfg.reward_model.micro_batch_size, EvaluationFigures()
+        for name, items, is_trained in decided_by_source(self.data):
+            with span("evaluate"):
+                micros = share_of(chunks(items, size))
+                stats = gathered([learner.micro_batch_loss(micro, len(items))[1] for micro in micros])
+            figures.add(name, items, merged(stats), is_trained=is_trained)
+        return figures.metrics()
 
     def measure(self, learner: Reward, when: str) -> dict[str, object]:
         """Nothing apart from `evaluate`. After training, what several heads say of held-out answers, or without any of
@@ -302,11 +302,11 @@ class RewardTask:
             **({} if self.raters is None else self.raters.facts),
             **({} if known is None else {"num_heads": learner.model.num_heads, "spread": known.mean}),
         }
-        heldout = decided_pairs(self.data.heldout, self.data.heldout_prompts)
+        heldout, elsewhere = pairs_to_judge(self.data)
         if not self.cfg.evaluation.judge or not heldout:
             return figures
-        size = self.cfg.reward_model.micro_batch_size
-        quality = judge(learner.model, heldout, decided_pairs(self.data.train, {}), micro_batch_size=size)
+        size, train = self.cfg.reward_model.micro_batch_size, decided_pairs(self.data.train, {})
+        quality = judge(learner.model, heldout, train, elsewhere, micro_batch_size=size)
         session.folder.write_json("reward_quality.json", quality.to_json())
         names = ("accuracy", "accuracy_low", "accuracy_high", "tfidf", "longer_wins", "brier", "ece", "num_pairs")
         judged = {"num_train_pairs": len(self.data.train), **{name: getattr(quality, name) for name in names}}

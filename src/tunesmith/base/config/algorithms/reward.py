@@ -8,8 +8,8 @@ from typing import Literal
 from tunesmith.base.config.recipe import Recipe
 from tunesmith.base.config.rules import Rule
 from tunesmith.base.config.sections import (
+    MixedPairsSection,
     NonNegative,
-    PairsSection,
     Pessimism,
     PositiveInt,
     Section,
@@ -74,7 +74,7 @@ class RewardRecipe(Recipe):
     OWN = "reward_model"
 
     algorithm: Literal["reward"] = "reward"
-    pairs: PairsSection = PairsSection()
+    pairs: MixedPairsSection = MixedPairsSection()
     reward_model: RewardTrainerSection = RewardTrainerSection()
     evaluation: RewardEvaluationSection = RewardEvaluationSection()
 
