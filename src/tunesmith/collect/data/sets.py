@@ -141,12 +141,16 @@ class PreferenceSets(Sets[EncodedPreference]):
         keys = [self.train_prompts[item.prompt_id] for item in self.train]
         return list(zip(keys, repeats, strict=True))
 
+    def source_of(self, item: EncodedPreference) -> str:
+        """The name of the source of an example; empty of a single source."""
+        return source_of(item.prompt_id) if self.is_mixed else ""
+
     @property
     def heldout_by_source(self) -> dict[str, list[EncodedPreference]]:
         """The held-out examples by the name of their source; of a single source, which has no name, under ""."""
         found: dict[str, list[EncodedPreference]] = {}
         for item in self.heldout:
-            found.setdefault(source_of(item.prompt_id) if self.is_mixed else "", []).append(item)
+            found.setdefault(self.source_of(item), []).append(item)
         return found
 
     @property
