@@ -50,7 +50,9 @@ ROWS: Mapping[str, Mapping[str, object]] = {
     "mix_smoothing": {"reward_model.label_smoothing": 0.1},
     "mix_average": {"reward_model.average_from": 0.7},
     "mix_heads": {"reward_model.heads.count": 8},
+    "mix_committee": {"reward_model.heads.count": 8, "reward_model.committee.confidence": 0.8},
     "noisy": {},
+    "noisy_committee": {"reward_model.heads.count": 8, "reward_model.committee.confidence": 0.7},
     "noisy_smoothing": {"reward_model.label_smoothing": 0.3},
 }
 """What each row of the result changes in the plain training on all sources."""

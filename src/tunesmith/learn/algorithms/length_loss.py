@@ -4,7 +4,6 @@ Chen et al. 2024, "ODIN: Disentangled Reward Mitigates Hacking in RLHF", arXiv 2
 """
 
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,26 +28,11 @@ class LengthSums(Sums):
     product: Tensor
     """Product of the heads' weights."""
 
-
-StatsT = TypeVar("StatsT")
-
-
-@dataclass(frozen=True, slots=True)
-class WithLength(Generic[StatsT]):
-    """Statistics of a loss, and those of the length head beside it. Records of micro-batches add up."""
-
-    stats: StatsT
-    sums: LengthSums
-
-    def __add__(self, other: Self) -> "WithLength[StatsT]":
-        return WithLength(self.stats + other.stats, self.sums + other.sums)  # type: ignore[operator]
-
     def metrics(self) -> dict[str, float]:
-        """Those of the loss, and the means of the correlations and of the product over the pairs."""
-        sums = self.sums.floats()
+        """The means over the pairs."""
+        sums = self.floats()
         names = {"quality": "length/quality", "length": "length/head", "product": "length/product"}
-        own = {name: sums[key] / sums["num_pairs"] for key, name in names.items()}
-        return {**cast(dict[str, float], self.stats.metrics()), **own}  # type: ignore[attr-defined]
+        return {name: sums[key] / sums["num_pairs"] for key, name in names.items()}
 
 
 def correlation(reward_B: Tensor, length_B: Tensor) -> Tensor:

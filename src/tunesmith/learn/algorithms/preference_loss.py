@@ -293,6 +293,30 @@ def _spread(reward_RKH: Tensor, rank_RK: Tensor) -> Spread:
     return Spread(total(decided_RKK), total(kept(spread_RKK, decided_RKK)))
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut(Sums):
+    """Sums over pairs; records of micro-batches add up."""
+
+    num_pairs: Tensor
+    num_left_out: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """`left_out`, the share of the pairs."""
+        sums = self.floats()
+        return {"left_out": sums["num_left_out"] / sums["num_pairs"]}
+
+
+def uncontradicted(margin_NK: Tensor, tie_N: Tensor, confidence: float) -> tuple[Tensor, LeftOut]:
+    """(weight_N: 0 for each of N pairs of which every one of K heads says, with the probability `confidence` at least,
+    that the other answer is better, 1 for all others and for ties; how many these are).
+
+    A head's probability of the other answer is sigmoid(-margin). Nothing of it is differentiable.
+    """
+    most = -math.log(confidence / (1 - confidence))
+    against_N = (margin_NK.detach() <= most).all(dim=-1) & ~tie_N
+    return (~against_N).to(margin_NK.dtype), LeftOut(total(torch.ones_like(against_N)), total(against_N))
+
+
 def bootstrap_weights(keys: Sequence[str], num_heads: int, seed: int) -> Tensor:
     """How often each of R items is in the bootstrap sample of each of H heads, float32 `[R, H]`: from a Poisson
     distribution with mean 1, the limit of drawing as many with replacement (Oza and Russell 2001).

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from tunesmith.collect.data.collate import EncodedPreference
 from tunesmith.collect.data.sets import PreferenceSets
 from tunesmith.learn.algorithms.preference_loss import HeadsStats, PreferenceStats, RankingStats
-from tunesmith.learn.algorithms.sums import merged
+from tunesmith.learn.algorithms.sums import Beside, merged
 from tunesmith.learn.evaluation.reward_quality import DecidedPair, decided_pairs
 
-Stats = PreferenceStats | RankingStats | HeadsStats
+Stats = PreferenceStats | RankingStats | HeadsStats | Beside
 
 
 def decided_by_source(data: PreferenceSets) -> list[tuple[str, list[EncodedPreference], bool]]:

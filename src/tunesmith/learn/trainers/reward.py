@@ -5,6 +5,7 @@ sequences, T tokens.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from tunesmith.base.config.algorithms.reward import LengthSection, RewardRecipe, RewardTrainerSection
+from tunesmith.base.config.algorithms.reward import CommitteeSection, LengthSection, RewardRecipe, RewardTrainerSection
 from tunesmith.base.core.errors import ConfigError
 from tunesmith.base.core.seeds import Groups, derive, items_at, permutation, steps_of_epochs
 from tunesmith.base.core.trace import span
@@ -43,14 +44,15 @@ from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, 
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.models.sharding import shard
 from tunesmith.learn.algorithms.kl import Controller
-from tunesmith.learn.algorithms.length_loss import WithLength, odin
+from tunesmith.learn.algorithms.length_loss import odin
 from tunesmith.learn.algorithms.preference_loss import (
     bootstrap_weights,
     bradley_terry,
     heads_loss,
     plackett_luce,
+    uncontradicted,
 )
-from tunesmith.learn.algorithms.sums import merged
+from tunesmith.learn.algorithms.sums import Beside, merged
 from tunesmith.learn.evaluation.reward_quality import decided_pairs, head_rewards, judge
 from tunesmith.learn.evaluation.reward_sources import EvaluationFigures, Stats, decided_by_source, pairs_to_judge
 from tunesmith.learn.trainers import setup
@@ -74,7 +76,8 @@ class Reward:
 
     With `as_rankings` the loss is Plackett-Luce over whole rankings, else Bradley-Terry over pairs. Several heads learn
     bootstrap samples, drawn with `seed`; `prompt_of` is the text of the prompt of a row, by its id, and may lack some.
-    A model with a length head learns as `length` says; `average` is what follows its weights.
+    A model with a length head learns as `length` says; from the step `first_filtered` on pairs are left out as
+    `committee` says; `average` is what follows the weights.
     """
 
     cfg: RewardTrainerSection
@@ -85,6 +88,8 @@ class Reward:
     prompt_of: Mapping[str, str] = field(default_factory=dict[str, str])
     counters: Mapping[str, Controller] = field(default_factory=dict[str, Controller])
     length: LengthSection = field(default_factory=LengthSection)
+    committee: CommitteeSection = field(default_factory=CommitteeSection)
+    first_filtered: int = 0
     average: TailAverage | None = None
     uploader: Uploader | None = field(init=False)
 
@@ -109,7 +114,7 @@ class Reward:
 
     def micro_batch_loss(
         self, items: Sequence[EncodedPreference], num_items: float, *, trains: bool = False
-    ) -> tuple[torch.Tensor, Stats | WithLength[Stats]]:
+    ) -> tuple[torch.Tensor, Stats]:
         """The loss of one micro-batch, divided by `num_items`, and its statistics. Each completion is scored once.
 
         The loss that `trains` has all that the settings add to the plain one; then each of several heads learns its own
@@ -135,7 +140,7 @@ class Reward:
             coef=self.length.coef,
             orthogonal_coef=self.length.orthogonal_coef,
         )
-        return loss + terms * (len(pairs) / num_items), WithLength(stats, sums)
+        return loss + terms * (len(pairs) / num_items), Beside(stats, sums)
 
     def loss_of_pairs(
         self,
@@ -160,14 +165,19 @@ class Reward:
             reward_B = reward_BK[:, 0]
             return loss_of(reward_B[batch.chosen_N], reward_B[batch.rejected_N], weight_B=batch.weight_N)
         sides = reward_BK[batch.chosen_N], reward_BK[batch.rejected_N]
-        return heads_loss(
+        left_out, weight_of_pair_N = None, batch.weight_N
+        if trains and self.committee.confidence is not None and self.optimizer.num_steps >= self.first_filtered:
+            kept_N, left_out = uncontradicted(sides[0] - sides[1], batch.tie_N, self.committee.confidence)
+            weight_of_pair_N = _product(kept_N, batch.weight_N)
+        loss, stats = heads_loss(
             torch.stack(sides, dim=1),
             torch.stack([torch.ones_like(batch.chosen_N), 2 - batch.tie_N.long()], dim=1),
             self.weights(pairs, reward_BK.device) if trains else None,
             lambda reward_N2, weight_N: loss_of(
-                reward_N2[:, 0], reward_N2[:, 1], weight_B=_product(weight_N, batch.weight_N)
+                reward_N2[:, 0], reward_N2[:, 1], weight_B=_product(weight_N, weight_of_pair_N)
             ),
         )
+        return loss, stats if left_out is None else Beside(stats, left_out)
 
     def loss_of_rankings(
         self, items: Sequence[EncodedPreference], num_items: float, *, trains: bool
@@ -257,6 +267,8 @@ class RewardTask:
             self.cfg.run.seed,
             self.data.train_prompts,
             length=section.length,
+            committee=section.committee,
+            first_filtered=math.ceil(section.committee.after * self.num_steps),
             average=TailAverage.of_run(self.model, section.average_from, self.num_steps),
         )
 
@@ -353,6 +365,7 @@ def _check(cfg: RewardRecipe) -> None:
     of_pairs = {
         "margin: column": section.margin == "column",
         f"label_smoothing: {section.label_smoothing:g}": section.label_smoothing > 0,
+        f"committee: {section.committee.confidence}": section.committee.confidence is not None,
         f"length: {section.length.method}": section.length.method != "none",
     }
     for name, is_set in of_pairs.items():

@@ -71,10 +71,23 @@ class LengthSection(Section):
     """odin: weight of the product of the two heads' weights."""
 
 
+class CommitteeSection(Section):
+    """Leaves out votes that all heads contradict: in the first epoch none of them has learnt from the pair yet."""
+
+    SHORTHAND = "confidence"
+
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] | None = None
+    """A pair is left out of a step if each head gives the other answer at least this probability; null leaves out
+    none."""
+    after: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    """Share of the steps that are made before pairs are left out."""
+
+
 class RewardModelSection(RewardTrainerSection):
     """The Bradley-Terry reward model that is trained by itself."""
 
     length: LengthSection = LengthSection()
+    committee: CommitteeSection = CommitteeSection()
     average_from: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Share of the steps from which on the weights are averaged: the model that is evaluated and saved has their mean;
     null takes the last ones."""
@@ -113,7 +126,8 @@ def _passes(cfg: RewardRecipe) -> Passes:
 
 
 ONE_HEAD = Rule(
-    "reward_model.heads.bootstrap reward_model.heads.prior_scale reward_model.pessimism",
+    "reward_model.heads.bootstrap reward_model.heads.prior_scale reward_model.pessimism "
+    "reward_model.committee.confidence",
     lambda v: v["reward_model.heads.count"] == 1,
     "reward_model.heads.count is 1; set it to the number of heads, or leave this out",
 )
@@ -124,6 +138,12 @@ NO_ODIN = Rule(
     "reward_model.length.method is not odin; set it, or leave this out",
 )
 
+NO_COMMITTEE = Rule(
+    "reward_model.committee.after",
+    lambda v: v["reward_model.committee.confidence"] is None,
+    "reward_model.committee.confidence is null, so no pair is left out; set it, or leave this out",
+)
+
 SPEC = Spec(
     recipe=RewardRecipe,
     title="Bradley-Terry reward model",
@@ -131,6 +151,6 @@ SPEC = Spec(
     headline=("loss", "accuracy", "margin"),
     best="accuracy",
     passes=_passes,
-    rules=(ONE_HEAD, NO_ODIN),
+    rules=(ONE_HEAD, NO_ODIN, NO_COMMITTEE),
     trains="reward model",
 )
