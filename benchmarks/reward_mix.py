@@ -123,7 +123,7 @@ def trained(
                 "pairs.heldout_sources": [{"name": name, "source": path} for name, path in judged.items()],
                 "pairs.heldout_fraction": 0.0,
                 "pairs.skip_bad": True,
-                "pairs.max_tokens": 256,
+                "pairs.max_tokens": options.tokens,
                 "pairs.truncate": "left",
                 "reward_model.pairs_per_step": 16,
                 "reward_model.micro_batch_size": 8,
@@ -191,7 +191,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
             row: of_row(row, left_out, lambda name, flips: paths[name, flips], options, say)
             for row in options.row or ROWS
         }
-    about = head(options, "reward_mix", "quick", "model", "layers", "pairs", "seed")
+    about = head(options, "reward_mix", "quick", "model", "layers", "tokens", "pairs", "seed")
     return {**about, "num_pairs": {name: len(found) for name, found in pairs.items()}, "rows": rows}
 
 
@@ -214,6 +214,7 @@ main = benchmark(
     row={"action": "append", "choices": list(ROWS), "help": "one ingredient; repeatable. All if left out"},
     left_out={"action": "append", "choices": list(SOURCES), "help": "one source to leave out; repeatable. All"},
     layers={"type": int, "default": 8, "metavar": "N", "help": "lowest layers that the reward model keeps"},
+    tokens={"type": int, "default": 384, "metavar": "N", "help": "limit of a dialogue, which loses its beginning"},
     pairs={"type": int, "default": 4000, "metavar": "N", "help": "pairs of each source at most"},
 )
 
