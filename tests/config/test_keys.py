@@ -23,4 +23,6 @@ def test_every_key_is_explained() -> None:
 
 def test_the_keys_are_those_of_a_resolved_recipe() -> None:
     for algorithm, schema in RECIPES.items():
-        assert {key.path for key in leaves(schema)} == set(load_recipe(algorithm).provenance)
+        of_no_item = ("pairs.sources.0.", "pairs.heldout_sources.0.")  # lists that are empty unless they are given
+        keys = {key.path for key in leaves(schema) if not key.path.startswith(of_no_item)}
+        assert keys == set(load_recipe(algorithm).provenance)

@@ -12,8 +12,8 @@ from tunesmith.base.config.load import load_recipe, read_algorithm
 from tunesmith.base.config.recipe import ENVIRONMENT_REWARD
 from tunesmith.base.config.sections import (
     EnvironmentSection,
+    MixedPairsSection,
     ModelSection,
-    PairsSection,
     PromptsSection,
     RewardSource,
 )
@@ -33,6 +33,7 @@ from tunesmith.learn.evaluation.compare import Comparison, Side, compare
 from tunesmith.learn.evaluation.judged import JudgedPairs
 from tunesmith.learn.evaluation.reward_quality import RewardQuality, decided_pairs
 from tunesmith.learn.evaluation.reward_quality import judge as judge_model
+from tunesmith.learn.evaluation.reward_sources import pairs_to_judge
 from tunesmith.learn.judges.judge import open_judge
 from tunesmith.learn.rewards.judged import JudgeReward
 from tunesmith.learn.rewards.outcome import Policy
@@ -171,25 +172,28 @@ def evaluate_reward(
     section, seed = (
         (recipe.pairs, recipe.run.seed)
         if recipe
-        else (PairsSection(source=str(pairs), heldout_fraction=_JUDGED_SHARE), 0)
+        else (MixedPairsSection(source=str(pairs), heldout_fraction=_JUDGED_SHARE), 0)
     )
     section = section.model_copy(update={"skip_bad": section.skip_bad or skip_bad, "rankings": "pairs"})
-    if not section.source:
+    source = section.source or ", ".join(one.source for one in section.sources)
+    if not source:
         raise InputError(
             f"{model} was given its pairs in Python, so they are not known; judge `{model}/final` with --pairs"
         )
     if pairs is not None and pairs != section.source:
-        section = section.model_copy(update={"heldout_source": pairs})
+        section = section.model_copy(update={"heldout_source": pairs, "heldout_sources": ()})
     limit = context_length(reward_model.model)
     sets = preference_sets(section, reward_model.tokenizer, seed, max_length=limit, encode=reward_model.encode)
+    heldout, elsewhere = pairs_to_judge(sets)
     found = judge_model(
         reward_model,
-        decided_pairs(sets.heldout, sets.heldout_prompts),
+        heldout,
         decided_pairs(sets.train, {}),
+        elsewhere,
         micro_batch_size=micro_batch_size,
         num_bins=num_bins,
     )
-    return RewardEvaluation(model, section.heldout_source or section.source, section.source, found)
+    return RewardEvaluation(model, section.heldout_source or source, source, found)
 
 
 def run_recipe(model: str) -> RewardRecipe | None:

@@ -231,6 +231,41 @@ class PairsSection(DataSection):
     """Share of prompts whose pairs are held out to measure accuracy."""
 
 
+class PairsSource(Section):
+    """One of several sources of pairs."""
+
+    SHORTHAND = "source"
+
+    source: str
+    """File, folder or hub id, as `pairs.source`."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    """Name in metrics and in the report: letters, digits, `_`, `.`, `-`."""
+    weight: Positive = 1.0
+    """How often a pair that is trained on comes in an epoch: 2 is twice; 0.5 takes the pairs of half of the prompts.
+    Without effect in `heldout_sources`."""
+    max_pairs: PositiveInt | None = None
+    """Read so many pairs at most, those of prompts drawn by `run.seed`; null reads all."""
+
+
+class MixedPairsSection(PairsSection):
+    """Preference rows for the reward model, from one source or from several."""
+
+    sources: tuple[PairsSource, ...] = ()
+    """Several sources in place of `source`, each with a name and a weight; held-out pairs of each are judged apart."""
+    heldout_sources: tuple[PairsSource, ...] = ()
+    """Sources that are only evaluated on, each apart, without the pairs whose prompts are trained on."""
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "MixedPairsSection":
+        for key in ("source", "heldout_source"):
+            if self.sources and getattr(self, key):
+                raise ValueError(f"both {key} and sources are given; leave one of them out")
+        names = [one.name for one in (*self.sources, *self.heldout_sources)]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several sources have the name {repeated[0]!r}; give each a name of its own")
+        return self
+
+
 class DemonstrationsSection(DataSection):
     """Demonstrations, and which of their tokens are trained on."""
 

@@ -126,6 +126,24 @@ def collate_pairs(pairs: Sequence[EncodedPreference], pad_id: int) -> PairBatch:
     )
 
 
+def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens at the beginning of both."""
+    differences = (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differences, min(len(first), len(second)))
+
+
+def answer_lengths(pairs: Sequence[EncodedPreference]) -> torch.Tensor:
+    """length_B, float32, on the CPU: of each row of `collate_pairs` the tokens behind what the sides of its first pair
+    have in common.
+    """
+    lengths: dict[TokenIds, int] = {}
+    for pair in pairs:
+        common = shared_length(*pair.sequences)
+        for ids in pair.sequences:
+            lengths.setdefault(ids, len(ids) - common)
+    return torch.tensor(list(lengths.values()), dtype=torch.float32)
+
+
 def weights_of(pairs: Sequence[Weighted]) -> torch.Tensor | None:
     """weight_N, float32, on the CPU; None if all weigh 1."""
     if all(pair.weight == 1.0 for pair in pairs):

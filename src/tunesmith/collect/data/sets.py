@@ -1,12 +1,18 @@
 """Data of a trainer: rows read, checked, split into training and held-out, and encoded or measured in tokens."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from tunesmith.base.config.algorithms.dpo import DPOSection
-from tunesmith.base.config.sections import DataSection, DemonstrationsSection, PairsSection, PromptsSection
+from tunesmith.base.config.sections import (
+    DataSection,
+    DemonstrationsSection,
+    MixedPairsSection,
+    PairsSection,
+    PromptsSection,
+)
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.schema.records import MAX_TIED, Demonstration, Finding, Judgement, Pair, Prompt, Ranking, plain_text
@@ -31,6 +37,7 @@ from tunesmith.collect.data.collate import (
 )
 from tunesmith.collect.data.contexts import Context
 from tunesmith.collect.data.demonstrations import DemonstrationLike, encode_demonstrations, load_demonstrations
+from tunesmith.collect.data.mixing import Elsewhere, elsewhere, mixed, named_rows, source_of
 from tunesmith.collect.data.pairs import JudgementLike, PreferenceLike, load_judgements, load_preferences, pairs_of
 from tunesmith.collect.data.prompts import PromptLike, load_prompts
 from tunesmith.collect.data.rows import BadRows, Item, RowError, Tally, is_heldout, usable
@@ -117,10 +124,42 @@ class PreferenceSets(Sets[EncodedPreference]):
     """Encoded pairs, or rankings under `plackett_luce`.
 
     `train_prompts` and `heldout_prompts` map the id of a row to the key of its prompt, which several rows may share.
+    `is_mixed` is True where the rows of both sides are of several sources. `repeats` says of each training example
+    which copy it is, and `elsewhere` has the pairs of sources that are only evaluated on.
     """
 
     train_prompts: Mapping[str, str]
     heldout_prompts: Mapping[str, str]
+    is_mixed: bool = False
+    repeats: Sequence[int] = ()
+    elsewhere: Elsewhere = field(default_factory=Elsewhere)
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """The key of each training example, by which an order keeps them together: prompt and copy."""
+        repeats = self.repeats or [0] * len(self.train)
+        keys = [self.train_prompts[item.prompt_id] for item in self.train]
+        return list(zip(keys, repeats, strict=True))
+
+    def source_of(self, item: EncodedPreference) -> str:
+        """The name of the source of an example; empty of a single source."""
+        return source_of(item.prompt_id) if self.is_mixed else ""
+
+    @property
+    def heldout_by_source(self) -> dict[str, list[EncodedPreference]]:
+        """The held-out examples by the name of their source; of a single source, which has no name, under ""."""
+        found: dict[str, list[EncodedPreference]] = {}
+        for item in self.heldout:
+            found.setdefault(self.source_of(item), []).append(item)
+        return found
+
+    @property
+    def elsewhere_by_source(self) -> dict[str, list[EncodedPreference]]:
+        """The pairs of sources that are only evaluated on, by their names."""
+        found: dict[str, list[EncodedPreference]] = {}
+        for item in self.elsewhere.items:
+            found.setdefault(source_of(item.prompt_id), []).append(item)
+        return found
 
     @property
     def learnt(self) -> Iterable[LearntSequence]:
@@ -193,8 +232,10 @@ def _read(
     given: tuple[object, object],
     seed: int,
     key: Callable[..., str] = prompt_key,
+    named: Callable[[BadRows], list[ItemT]] | None = None,
 ) -> _Sides[ItemT]:
-    """Rows for training and held-out rows, from the sources of `section` or from what is `given` for either.
+    """Rows for training and held-out rows, from the sources of `section` or from what is `given` for either; `named`
+    reads the rows for training in place of `section.source`.
 
     Rows that their source marks by `heldout: true` are never trained on, nor are others with the same prompt. Further
     rows are held out of the training source only if no held-out rows are given or named. An empty list is allowed.
@@ -205,7 +246,9 @@ def _read(
         return load(rows, bad) if rows or isinstance(rows, str) else []
 
     bad = BadRows(skip=section.skip_bad)
-    rows = read(section.source if given[0] is None else given[0], bad)
+    if named is not None and given[0] is not None:
+        raise DataError("pairs are given, and pairs.sources too; leave one of them out")
+    rows = named(bad) if named is not None else read(section.source if given[0] is None else given[0], bad)
     heldout_source = section.heldout_source or None if given[1] is None else given[1]
     marked = {key(row) for row in rows if is_heldout(row)}
     split = split_by_prompt(rows, section.heldout_fraction if heldout_source is None else 0.0, seed, key, marked=marked)
@@ -292,7 +335,12 @@ def preference_sets(
     def encoded_rows(rows: list[Pair | Ranking], bad: BadRows) -> list[EncodedPreference]:
         return encode_preferences(rows, tokenizer, limit, bad, truncates=section.truncate == "left", encode=encode)
 
-    sides = _read(section, lambda s, bad: load_preferences(s, section, bad), (given, given_heldout), seed)
+    def load(source: str | Sequence[PreferenceLike], bad: BadRows) -> list[Pair | Ranking]:
+        return load_preferences(source, section, bad)
+
+    mix = section if isinstance(section, MixedPairsSection) else MixedPairsSection()
+    named = partial(named_rows, mix.sources, load, seed=seed) if mix.sources else None
+    sides = _read(section, load, (given, given_heldout), seed, named=named)
     _check_not_empty(sides.rows.train, "pairs", sides.rows.heldout)
     if weigh is not None:
         sides = replace(sides, rows=replace(sides.rows, train=weigh(sides.rows.train)))
@@ -306,9 +354,22 @@ def preference_sets(
             f"all {len(encoded.train)} rows to train on are ties, from which a reward model learns that everything is "
             "equal; give rows of which one completion is better" + _held_out(encoded.heldout, "pairs")
         )
-    prompts = ({item.prompt.id: prompt_key(item) for item in side} for side in (rows.train, rows.heldout))
+    of_train, of_heldout = ({item.prompt.id: prompt_key(item) for item in side} for side in (rows.train, rows.heldout))
     train, heldout = (side if is_listwise else as_pairs(side) for side in (encoded.train, encoded.heldout))
-    return PreferenceSets(train, heldout, _sample(rows.train[0]), _first_prompts(rows.train), facts, *prompts)
+    others = elsewhere(mix.heldout_sources, load, encoded_rows, rows.train, skips=section.skip_bad, seed=seed)
+    is_mixed = bool(mix.sources) and not section.heldout_source and given_heldout is None
+    sample, prompts = _sample(rows.train[0]), _first_prompts(rows.train)
+    sets = PreferenceSets(train, heldout, sample, prompts, facts, of_train, of_heldout, is_mixed, elsewhere=others)
+    return _drawn(sets, mix, seed)
+
+
+def _drawn(sets: PreferenceSets, mix: MixedPairsSection, seed: int) -> PreferenceSets:
+    """The sets, of which each training example comes as often as the weight of its source says."""
+    if all(one.weight == 1 for one in mix.sources):
+        return sets
+    drawn = mixed(sets.train, mix.sources, sets.train_prompts, seed)
+    _check_not_empty(drawn.items, "pairs")
+    return replace(sets, train=drawn.items, repeats=drawn.repeats)
 
 
 def direct_sets(

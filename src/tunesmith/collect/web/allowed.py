@@ -20,8 +20,14 @@ MODEL_NAMES = ("smollm2", "scratch", *(f"tiny:{family}" for family in TINY_FAMIL
 """Models that are built in."""
 
 MODEL = "model.name"
-DATA = tuple(
-    f"{section}.{name}" for section in ("prompts", "pairs", "demonstrations") for name in ("source", "heldout_source")
+DATA = (
+    *(
+        f"{section}.{name}"
+        for section in ("prompts", "pairs", "demonstrations")
+        for name in ("source", "heldout_source")
+    ),
+    "pairs.sources.*.source",
+    "pairs.heldout_sources.*.source",
 )
 REWARDS = ("reward.*.source",)
 

@@ -72,7 +72,9 @@ def presets(wanted: Wanted) -> dict[str, object]:
     given = {key: value for key, value in wanted.settings if key == "level" and value in LEVELS}
     with suppress(ConfigError):  # it lacks what is required
         recipe = load_recipe(wanted.algorithm, recipe=wanted.recipe or None, overrides=given).recipe
-        found |= dict(leaves_of(recipe.model_dump()))
+        values = dict(leaves_of(recipe.model_dump()))
+        # Lists of sections that have no item have no keys, but in the schema.
+        found = {key: value for key, value in found.items() if ".0." not in key or key in values} | values
     if found["run.steps"] in (None, "null"):
         found["run.steps"] = (
             "100" if "rollout" in RECIPES[wanted.algorithm].model_fields else "all epochs over the data"

@@ -117,6 +117,8 @@ class RewardModel(nn.Module):
         self.pad_id: int | None = None if self.is_made_here else padding_id(model)
         """The padding token of a classifier that other tools trained, which they read before it, even where it is the
         end-of-sequence token; None for ours, which is read at the last token, found by length."""
+        self.length_head: ScalarHead | None = None
+        """Learns length beside the reward while the model is trained; it is no part of what is saved."""
         self._pads_rows: bool | None = None
         if isinstance(score := self._score(), nn.Linear):
             score.float()
@@ -180,6 +182,22 @@ class RewardModel(nn.Module):
         logits_BK = self._checked_logits(ids_BS, lengths_B)
         return logits_BK if self.num_heads > 1 else self._pick(logits_BK)[:, None]
 
+    def add_length_head(self) -> None:
+        """Give a model that reads its reward at one token a `length_head`, which begins at zero."""
+        self.length_head = ScalarHead(hidden_size(self.model)).to(self.model.device)
+
+    @property
+    def quality_weight(self) -> torch.Tensor:
+        """weight_H, float32: the weights of the score, of several heads their mean."""
+        return cast(nn.Linear, self._score()).weight.float().mean(0)
+
+    def heads_and_length(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(What `heads` returns, length_B: what the length head says of the rows), of one pass through the trunk."""
+        assert self.length_head is not None
+        states_BH = self._last_states(ids_BS[:, : int(lengths_B.max())], lengths_B)
+        logits_BK = self._scored(states_BH)
+        return logits_BK if self.num_heads > 1 else self._pick(logits_BK)[:, None], self.length_head(states_BH)
+
     def _checked_logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         if int(lengths_B.min()) < 1 or int(lengths_B.max()) > ids_BS.shape[1]:
             raise ModelError(
@@ -191,14 +209,21 @@ class RewardModel(nn.Module):
         return getattr(self.model, "score", None)
 
     def _logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        score = self._score()
-        if not isinstance(score, nn.Linear):
+        if not isinstance(self._score(), nn.Linear):
             return self._own_logits(ids_BS, lengths_B)
+        return self._scored(self._last_states(ids_BS, lengths_B))
+
+    def _last_states(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        """state_BH of the token at which each row is read."""
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)
         position_B = last_tokens(ids_BS, lengths_B, self.pad_id)
-        last_BH = trunk_states(self.model, self.decoder, ids_BS, lengths_B, row_B, position_B)
+        return trunk_states(self.model, self.decoder, ids_BS, lengths_B, row_B, position_B)
+
+    def _scored(self, states_BH: torch.Tensor) -> torch.Tensor:
+        """logits_BK in float32 of such states."""
+        score = cast(nn.Linear, self._score())
         bias = None if score.bias is None else score.bias.float()
-        return functional.linear(last_BH.float(), score.weight.float(), bias)
+        return functional.linear(states_BH.float(), score.weight.float(), bias)
 
     def _own_logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """Logits of the model's own forward: of all rows at once if padding does not change them, else row by row."""

@@ -70,12 +70,15 @@ def bradley_terry(
     num_pairs: Denominator,
     center_coef: float = 0.0,
     weight_B: Tensor | None = None,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, PreferenceStats]:
     """Scalar loss, differentiable through both rewards, and detached statistics.
 
     With d = chosen - rejected, a decided pair costs -log sigmoid(d - margin); the margin is 0 where unknown (Llama 2,
     arXiv 2307.09288, equation 2). A tie is half a vote for each side: -(log sigmoid(d) + log sigmoid(-d)) / 2, least at
-    d = 0; its margin is not used. `center_coef` weighs (chosen + rejected)^2 of every pair, which holds rewards near 0
+    d = 0; its margin is not used. With `label_smoothing` e a decided pair costs (1 - e) times its loss and e times that
+    of the other answer, -log sigmoid(-(d - margin)), as if so many votes were wrong (Mitchell 2023, "cDPO"; DPO has it
+    under this name). `center_coef` weighs (chosen + rejected)^2 of every pair, which holds rewards near 0
     (Eisenstein et al. 2023, arXiv 2312.09244; TRL's `center_rewards_coefficient`). The sum over all pairs, ties
     included, each with its weight, is divided by `num_pairs`.
     Raises `InputError` if shapes differ or `num_pairs` is not positive.
@@ -89,7 +92,10 @@ def bradley_terry(
     wanted_B = difference_B if margin_B is None else difference_B - kept(margin_B.detach(), decided_B)
     # Half of the vote goes to the other side where the pair is a tie, none where it is decided.
     tied_B = 0.5 * (logsigmoid(difference_B) + logsigmoid(-difference_B))
-    loss_B = -torch.where(decided_B, logsigmoid(wanted_B), tied_B)
+    won_B = logsigmoid(wanted_B)
+    if label_smoothing > 0:
+        won_B = (1 - label_smoothing) * won_B + label_smoothing * logsigmoid(-wanted_B)
+    loss_B = -torch.where(decided_B, won_B, tied_B)
     if center_coef > 0:
         loss_B = loss_B + center_coef * (chosen_B + rejected_B).square()
     if weight_B is not None:
@@ -285,6 +291,30 @@ def _spread(reward_RKH: Tensor, rank_RK: Tensor) -> Spread:
     spread_RKK = (reward_RKH[:, :, None] - reward_RKH[:, None, :]).std(-1)
     decided_RKK = present_RK[:, :, None] & (rank_RK[:, :, None] < rank_RK[:, None, :])
     return Spread(total(decided_RKK), total(kept(spread_RKK, decided_RKK)))
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut(Sums):
+    """Sums over pairs; records of micro-batches add up."""
+
+    num_pairs: Tensor
+    num_left_out: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """`left_out`, the share of the pairs."""
+        sums = self.floats()
+        return {"left_out": sums["num_left_out"] / sums["num_pairs"]}
+
+
+def uncontradicted(margin_NK: Tensor, tie_N: Tensor, confidence: float) -> tuple[Tensor, LeftOut]:
+    """(weight_N: 0 for each of N pairs of which every one of K heads says, with the probability `confidence` at least,
+    that the other answer is better, 1 for all others and for ties; how many these are).
+
+    A head's probability of the other answer is sigmoid(-margin). Nothing of it is differentiable.
+    """
+    most = -math.log(confidence / (1 - confidence))
+    against_N = (margin_NK.detach() <= most).all(dim=-1) & ~tie_N
+    return (~against_N).to(margin_NK.dtype), LeftOut(total(torch.ones_like(against_N)), total(against_N))
 
 
 def bootstrap_weights(keys: Sequence[str], num_heads: int, seed: int) -> Tensor:

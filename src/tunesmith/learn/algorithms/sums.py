@@ -43,6 +43,29 @@ class Additive(Protocol):
     def __add__(self, other: Any, /) -> Any: ...
 
 
+class Measured(Additive, Protocol):
+    """A record that can be added to others of its type, and has metrics."""
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics by name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Statistics of a loss, and `others` beside them. Records of the same parts add up."""
+
+    stats: Measured
+    others: Measured
+
+    def __add__(self, other: "Beside") -> "Beside":
+        return Beside(self.stats + other.stats, self.others + other.others)
+
+    def metrics(self) -> dict[str, float]:
+        """Those of both."""
+        return {**self.stats.metrics(), **self.others.metrics()}
+
+
 SumsT = TypeVar("SumsT", bound=Additive)
 
 

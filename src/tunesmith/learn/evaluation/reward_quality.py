@@ -6,7 +6,7 @@ Shape legend: N pairs, K heads, M sequences.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -25,11 +25,14 @@ NUM_BINS = 10
 
 @dataclass(frozen=True, slots=True)
 class DecidedPair:
-    """Two sequences of one prompt, the preferred one first. Those of one prompt are no independent evidence."""
+    """Two sequences of one prompt, the preferred one first. Those of one prompt are no independent evidence. `source`
+    is the name of where the pair is from, empty where there is one source.
+    """
 
     prompt: str
     better_ids: TokenIds
     worse_ids: TokenIds
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,29 @@ class HeadsQuality:
     accuracy_agreed: float | None
     num_split: int
     accuracy_split: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceQuality:
+    """Accuracy on the pairs of one source, beside the baselines on the same pairs, and where the longer answer lost.
+
+    `is_trained` is True for held-out pairs of a source whose other pairs were trained on. Fields as in `RewardQuality`;
+    `shorter_low` and `shorter_high` are the 95 % interval of `accuracy_shorter`, over prompts; None without such pairs.
+    """
+
+    name: str
+    is_trained: bool
+    num_pairs: int
+    num_prompts: int
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+    longer_wins: float
+    tfidf: float | None
+    num_shorter: int
+    accuracy_shorter: float | None
+    shorter_low: float | None
+    shorter_high: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +119,21 @@ class RewardQuality:
     num_tfidf_pairs: int
     p_value_tfidf: float | None
     heads: HeadsQuality | None = None
+    sources: tuple[SourceQuality, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        """All fields as JSON types, `heads` only where there are several."""
-        return {name: value for name, value in asdict(self).items() if name != "heads" or value is not None}
+        """All fields as JSON types, `heads` and `sources` only where there are several."""
+        return {name: value for name, value in asdict(self).items() if name not in ("heads", "sources") or value}
 
 
-def decided_pairs(items: Sequence[EncodedPreference], prompt_of: Mapping[str, str]) -> list[DecidedPair]:
-    """The decided pairs of `items`; `prompt_of` says which prompt a row, by its id, is about, and may lack some."""
+def decided_pairs(
+    items: Sequence[EncodedPreference], prompt_of: Mapping[str, str], source: str = ""
+) -> list[DecidedPair]:
+    """The decided pairs of `items`, of one source; `prompt_of` says which prompt a row, by its id, is about, and may
+    lack some.
+    """
     return [
-        DecidedPair(prompt_of.get(item.prompt_id, item.prompt_id), better, worse)
+        DecidedPair(prompt_of.get(item.prompt_id, item.prompt_id), better, worse, source)
         for item in items
         for better, worse in item.decided
     ]
@@ -134,23 +165,69 @@ def judge(
     model: RewardModel,
     heldout: Sequence[DecidedPair],
     train: Sequence[DecidedPair] = (),
+    elsewhere: Sequence[DecidedPair] = (),
     *,
     micro_batch_size: int = 16,
     num_bins: int = NUM_BINS,
 ) -> RewardQuality:
     """The quality of `model` on `heldout`. The TF-IDF model is fitted on `train`; without it there is none.
 
+    If there are several sources, each has a row of its own; those of `elsewhere`, which were not trained on, count
+    nowhere else.
+
     Raises DataError if there are no decided pairs to judge by, or a margin is not finite.
     """
     if not heldout:
         raise DataError("no decided pairs are left to judge by; give pairs that are no ties, or hold more of them out")
+    pairs = [*heldout, *elsewhere]
     with span("judge/rewards"):
-        margin_NK = margins(model, heldout, micro_batch_size=micro_batch_size)
+        margin_NK = margins(model, pairs, micro_batch_size=micro_batch_size)
     if not np.isfinite(margin_NK).all():
         raise DataError(f"{np.count_nonzero(~np.isfinite(margin_NK))} margins are not finite; look at the model")
     with span("judge/tfidf"):
-        tfidf_N = tfidf_margins(model.tokenizer, train, heldout) if train else None
-    return quality(margin_NK, heldout, tfidf_N, num_tfidf_pairs=len(train), num_bins=num_bins)
+        tfidf_N = tfidf_margins(model.tokenizer, train, pairs) if train else None
+    own = slice(len(heldout))
+    of_own = None if tfidf_N is None else tfidf_N[own]
+    found = quality(margin_NK[own], heldout, of_own, num_tfidf_pairs=len(train), num_bins=num_bins)
+    if len({pair.source for pair in pairs}) == 1:
+        return found
+    return replace(found, sources=by_source(margin_NK.mean(axis=1), pairs, tfidf_N, len(heldout)))
+
+
+def by_source(
+    margin_N: np.ndarray, pairs: Sequence[DecidedPair], tfidf_N: np.ndarray | None, num_heldout: int
+) -> tuple[SourceQuality, ...]:
+    """The quality on each source of `pairs`, in their order, from the margins of the model and of TF-IDF. The first
+    `num_heldout` pairs are of sources that were trained on.
+    """
+    places: dict[tuple[bool, str], list[int]] = {}
+    for place, pair in enumerate(pairs):
+        places.setdefault((place < num_heldout, pair.source), []).append(place)
+    found: list[SourceQuality] = []
+    for (is_trained, name), own in places.items():
+        of_source = [pairs[place] for place in own]
+        q = quality(margin_N[own], of_source, None if tfidf_N is None else tfidf_N[own])
+        lost = [place for place in own if len(pairs[place].better_ids) < len(pairs[place].worse_ids)]
+        prompts = [pairs[place].prompt for place in lost]
+        low, high = proportion_interval(_hits(margin_N[lost]).tolist(), prompts) if lost else (None, None)
+        found.append(
+            SourceQuality(
+                name=name or "held out",
+                is_trained=is_trained,
+                num_pairs=q.num_pairs,
+                num_prompts=q.num_prompts,
+                accuracy=q.accuracy,
+                accuracy_low=q.accuracy_low,
+                accuracy_high=q.accuracy_high,
+                longer_wins=q.longer_wins,
+                tfidf=q.tfidf,
+                num_shorter=q.num_shorter,
+                accuracy_shorter=q.accuracy_shorter,
+                shorter_low=low,
+                shorter_high=high,
+            )
+        )
+    return tuple(found)
 
 
 def tfidf_margins(

@@ -142,7 +142,27 @@ def reward_table(quality: RewardQuality) -> RenderableType:
     for one in quality.bins:
         bounds = f"{one.low:.2f} to {one.high:.2f}"
         bins.add_row(bounds, f"{one.num_pairs:,}", _or_none(one.confidence), _or_none(one.accuracy))
-    return Group(table, "", bins)
+    return Group(table, "", bins, *(["", _sources(quality)] if quality.sources else []))
+
+
+def _sources(quality: RewardQuality) -> Table:
+    """Each source of pairs; "longer lost" is where the better one is shorter."""
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("source")
+    for name in ("trained on", "pairs", "accuracy", "longer wins", "TF-IDF", "longer lost", "accuracy there"):
+        table.add_column(name, justify="right")
+    for one in quality.sources:
+        table.add_row(
+            Text(one_line(one.name)),
+            "yes" if one.is_trained else "no",
+            f"{one.num_pairs:,}",
+            f"{one.accuracy:.3f} ({one.accuracy_low:.3f} to {one.accuracy_high:.3f})",
+            f"{one.longer_wins:.3f}",
+            _or_none(one.tfidf),
+            f"{one.num_shorter:,}",
+            _or_none(one.accuracy_shorter),
+        )
+    return table
 
 
 def _or_none(value: float | None) -> str:

@@ -5,8 +5,10 @@ sequences, T tokens.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -15,11 +17,20 @@ from typing import cast
 import torch
 from torch import nn
 
-from tunesmith.base.config.algorithms.reward import RewardRecipe, RewardTrainerSection
+from tunesmith.base.config.algorithms.reward import CommitteeSection, LengthSection, RewardRecipe, RewardTrainerSection
 from tunesmith.base.core.errors import ConfigError
 from tunesmith.base.core.seeds import Groups, derive, items_at, permutation, steps_of_epochs
 from tunesmith.base.core.trace import span
-from tunesmith.collect.data.collate import EncodedPreference, as_pairs, collate_pairs, collate_rankings
+from tunesmith.collect.data.balance import balanced
+from tunesmith.collect.data.collate import (
+    EncodedPreference,
+    PairBatch,
+    answer_lengths,
+    as_pairs,
+    collate_pairs,
+    collate_rankings,
+    shared_length,
+)
 from tunesmith.collect.data.pairs import PreferenceLike
 from tunesmith.collect.data.sets import preference_sets
 from tunesmith.engine.batch.pack import chunks
@@ -33,19 +44,20 @@ from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, 
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.models.sharding import shard
 from tunesmith.learn.algorithms.kl import Controller
+from tunesmith.learn.algorithms.length_loss import odin
 from tunesmith.learn.algorithms.preference_loss import (
-    HeadsStats,
-    PreferenceStats,
-    RankingStats,
     bootstrap_weights,
     bradley_terry,
     heads_loss,
     plackett_luce,
+    uncontradicted,
 )
-from tunesmith.learn.algorithms.sums import merged
+from tunesmith.learn.algorithms.sums import Beside, merged
 from tunesmith.learn.evaluation.reward_quality import decided_pairs, head_rewards, judge
+from tunesmith.learn.evaluation.reward_sources import EvaluationFigures, Stats, decided_by_source, pairs_to_judge
 from tunesmith.learn.trainers import setup
 from tunesmith.learn.trainers.api import Inputs, Metrics, StepResult
+from tunesmith.learn.trainers.averaging import TailAverage
 from tunesmith.learn.trainers.estimate import Estimate, training_estimate
 from tunesmith.learn.trainers.metrics import update_metrics
 from tunesmith.learn.trainers.passes import accumulate
@@ -64,6 +76,8 @@ class Reward:
 
     With `as_rankings` the loss is Plackett-Luce over whole rankings, else Bradley-Terry over pairs. Several heads learn
     bootstrap samples, drawn with `seed`; `prompt_of` is the text of the prompt of a row, by its id, and may lack some.
+    A model with a length head learns as `length` says; from the step `first_filtered` on pairs are left out as
+    `committee` says; `average` is what follows the weights.
     """
 
     cfg: RewardTrainerSection
@@ -73,6 +87,10 @@ class Reward:
     seed: int = 0
     prompt_of: Mapping[str, str] = field(default_factory=dict[str, str])
     counters: Mapping[str, Controller] = field(default_factory=dict[str, Controller])
+    length: LengthSection = field(default_factory=LengthSection)
+    committee: CommitteeSection = field(default_factory=CommitteeSection)
+    first_filtered: int = 0
+    average: TailAverage | None = None
     uploader: Uploader | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,93 +98,102 @@ class Reward:
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
-        """The reward model."""
-        return {"model": self.model}
+        """The reward model, and the mean of its weights if there is one."""
+        return {"model": self.model, **({} if self.average is None else {"average": self.average})}
 
     def step(self, pairs: Sequence[EncodedPreference], index: int) -> StepResult:
         """One step: the loss of `pairs` (or rankings), accumulated over micro-batches, and an update."""
-        cfg = self.cfg
-        options = {"with_margin": cfg.margin == "column", "center_coef": cfg.center_coef, "bootstraps": True}
-        loss_of = partial(self.micro_batch_loss, num_items=len(pairs), **options)
+        loss_of = partial(self.micro_batch_loss, num_items=len(pairs), trains=True)
         with span("update"):
-            report, stats = accumulate(self.optimizer, chunks(pairs, cfg.micro_batch_size), loss_of)
+            report, stats = accumulate(self.optimizer, chunks(pairs, self.cfg.micro_batch_size), loss_of)
+        if self.average is not None:
+            self.average.follow(index)
         with span("metrics"):
             metrics = {**merged(stats).metrics(), **update_metrics([report])}
         return StepResult(metrics, report, lambda: [asdict(pair) for pair in pairs])
 
     def micro_batch_loss(
-        self,
-        items: Sequence[EncodedPreference],
-        num_items: float,
-        *,
-        with_margin: bool = False,
-        center_coef: float = 0.0,
-        bootstraps: bool = False,
-    ) -> tuple[torch.Tensor, PreferenceStats | RankingStats | HeadsStats]:
+        self, items: Sequence[EncodedPreference], num_items: float, *, trains: bool = False
+    ) -> tuple[torch.Tensor, Stats]:
         """The loss of one micro-batch, divided by `num_items`, and its statistics. Each completion is scored once.
 
-        With `bootstraps` each of several heads learns its own sample of the items.
+        The loss that `trains` has all that the settings add to the plain one; then each of several heads learns its own
+        sample of the items.
         """
-        if self.model.num_heads > 1:
-            return self.loss_of_heads(
-                items, num_items, with_margin=with_margin, center_coef=center_coef, bootstraps=bootstraps
-            )
         if self.as_rankings:
-            ranked = setup.sent(collate_rankings(items, pad_id=0), self.uploader)
-            reward_RK = self.model(ranked.ids_BT, ranked.lengths_B)[ranked.index_RK]
-            return plackett_luce(reward_RK, ranked.rank_RK, num_rankings=num_items, center_coef=center_coef)
-        batch = setup.sent(collate_pairs(as_pairs(items), pad_id=0), self.uploader)
-        reward_B = self.model(batch.ids_BT, batch.lengths_B)
-        chosen_N, rejected_N = reward_B[batch.chosen_N], reward_B[batch.rejected_N]
-        margin_N = batch.margin_N if with_margin else None
-        return bradley_terry(
-            chosen_N,
-            rejected_N,
-            margin_N,
-            batch.tie_N,
-            num_pairs=num_items,
-            center_coef=center_coef,
-            weight_B=batch.weight_N,
-        )
-
-    def loss_of_heads(
-        self,
-        items: Sequence[EncodedPreference],
-        num_items: float,
-        *,
-        with_margin: bool,
-        center_coef: float,
-        bootstraps: bool,
-    ) -> tuple[torch.Tensor, HeadsStats]:
-        """As `micro_batch_loss`, the mean over the heads."""
-        if self.as_rankings:
-            ranked = setup.sent(collate_rankings(items, pad_id=0), self.uploader)
-            reward_RKH = self.model.heads(ranked.ids_BT, ranked.lengths_B)[ranked.index_RK]
-            loss_of = partial(plackett_luce, rank_RK=ranked.rank_RK, num_rankings=num_items, center_coef=center_coef)
-            return heads_loss(
-                reward_RKH,
-                ranked.rank_RK,
-                self.weights(items, reward_RKH.device) if bootstraps else None,
-                lambda reward_RK, weight_R: loss_of(reward_RK, weight_R=weight_R),
-            )
+            return self.loss_of_rankings(items, num_items, trains=trains)
         pairs = as_pairs(items)
         batch = setup.sent(collate_pairs(pairs, pad_id=0), self.uploader)
-        reward_BH = self.model.heads(batch.ids_BT, batch.lengths_B)
-        sides = reward_BH[batch.chosen_N], reward_BH[batch.rejected_N]
-        margin_N = batch.margin_N if with_margin else None
-        return heads_loss(
+        head = self.model.length_head if trains else None
+        if head is None:
+            reward_BK = self.model.heads(batch.ids_BT, batch.lengths_B)
+            return self.loss_of_pairs(pairs, batch, reward_BK, num_items, trains=trains)
+        reward_BK, length_B = self.model.heads_and_length(batch.ids_BT, batch.lengths_B)
+        loss, stats = self.loss_of_pairs(pairs, batch, reward_BK + length_B[:, None], num_items, trains=trains)
+        terms, sums = odin(
+            reward_BK.mean(-1),
+            length_B,
+            answer_lengths(pairs).to(length_B.device),
+            self.model.quality_weight,
+            head.weight[0],
+            num_pairs=len(pairs),
+            coef=self.length.coef,
+            orthogonal_coef=self.length.orthogonal_coef,
+        )
+        return loss + terms * (len(pairs) / num_items), Beside(stats, sums)
+
+    def loss_of_pairs(
+        self,
+        pairs: Sequence[EncodedPreference],
+        batch: PairBatch,
+        reward_BK: torch.Tensor,
+        num_items: float,
+        *,
+        trains: bool,
+    ) -> tuple[torch.Tensor, Stats]:
+        """The Bradley-Terry loss of a batch from the rewards of its rows, of several heads the mean of theirs."""
+        cfg = self.cfg
+        loss_of = partial(
+            bradley_terry,
+            margin_B=batch.margin_N if trains and cfg.margin == "column" else None,
+            tie_B=batch.tie_N,
+            num_pairs=num_items,
+            center_coef=cfg.center_coef if trains else 0.0,
+            label_smoothing=cfg.label_smoothing if trains else 0.0,
+        )
+        if self.model.num_heads == 1:
+            reward_B = reward_BK[:, 0]
+            return loss_of(reward_B[batch.chosen_N], reward_B[batch.rejected_N], weight_B=batch.weight_N)
+        sides = reward_BK[batch.chosen_N], reward_BK[batch.rejected_N]
+        left_out, weight_of_pair_N = None, batch.weight_N
+        if trains and self.committee.confidence is not None and self.optimizer.num_steps >= self.first_filtered:
+            kept_N, left_out = uncontradicted(sides[0] - sides[1], batch.tie_N, self.committee.confidence)
+            weight_of_pair_N = _product(kept_N, batch.weight_N)
+        loss, stats = heads_loss(
             torch.stack(sides, dim=1),
             torch.stack([torch.ones_like(batch.chosen_N), 2 - batch.tie_N.long()], dim=1),
-            self.weights(pairs, reward_BH.device) if bootstraps else None,
-            lambda reward_N2, weight_N: bradley_terry(
-                reward_N2[:, 0],
-                reward_N2[:, 1],
-                margin_N,
-                batch.tie_N,
-                num_pairs=num_items,
-                center_coef=center_coef,
-                weight_B=_product(weight_N, batch.weight_N),
+            self.weights(pairs, reward_BK.device) if trains else None,
+            lambda reward_N2, weight_N: loss_of(
+                reward_N2[:, 0], reward_N2[:, 1], weight_B=_product(weight_N, weight_of_pair_N)
             ),
+        )
+        return loss, stats if left_out is None else Beside(stats, left_out)
+
+    def loss_of_rankings(
+        self, items: Sequence[EncodedPreference], num_items: float, *, trains: bool
+    ) -> tuple[torch.Tensor, Stats]:
+        """The Plackett-Luce loss of a micro-batch, of several heads the mean of theirs."""
+        ranked = setup.sent(collate_rankings(items, pad_id=0), self.uploader)
+        center_coef = self.cfg.center_coef if trains else 0.0
+        loss_of = partial(plackett_luce, rank_RK=ranked.rank_RK, num_rankings=num_items, center_coef=center_coef)
+        if self.model.num_heads == 1:
+            return loss_of(self.model(ranked.ids_BT, ranked.lengths_B)[ranked.index_RK])
+        reward_RKH = self.model.heads(ranked.ids_BT, ranked.lengths_B)[ranked.index_RK]
+        return heads_loss(
+            reward_RKH,
+            ranked.rank_RK,
+            self.weights(items, reward_RKH.device) if trains else None,
+            lambda reward_RK, weight_R: loss_of(reward_RK, weight_R=weight_R),
         )
 
     def weights(self, items: Sequence[EncodedPreference], device: torch.device) -> torch.Tensor | None:
@@ -178,6 +205,10 @@ class Reward:
         if kind == "pairs":
             keys = [f"{key} {item.sequences}" for key, item in zip(keys, items, strict=True)]
         return bootstrap_weights(keys, self.model.num_heads, self.seed).to(device)
+
+    def weights_to_judge(self) -> AbstractContextManager[None]:
+        """A block in which the model has the mean of its weights, if that is followed and has begun."""
+        return nullcontext() if self.average is None else self.average.written()
 
     def know(self, items: Sequence[EncodedPreference]) -> None:
         """Keep what several heads say of the answers of some of `items`, one at least."""
@@ -195,13 +226,14 @@ class RewardTask:
     """Preference pairs or rankings, and how a reward model is evaluated."""
 
     def __init__(self, cfg: RewardRecipe, inputs: Inputs, device: torch.device) -> None:
-        if cfg.pairs.rankings == "plackett_luce" and cfg.reward_model.margin == "column":
-            raise ConfigError("reward_model.margin: column needs pairs; set pairs.rankings: pairs, or margin: none")
+        _check(cfg)
         self.cfg = cfg
         self.model = new_reward_model(cfg.model, device=device, heads=cfg.reward_model.heads, seed=cfg.run.seed)
         keep_lower_layers(self.model.model, cfg.reward_model.num_layers)
         freeze_lower_layers(self.model.model, cfg.model.num_trainable_layers)
         self.model.model.score.requires_grad_(True)
+        if cfg.reward_model.length.method == "odin":
+            self.model.add_length_head()
         self.raters = votes_of_raters(cfg.pairs)
         self.data = preference_sets(
             cfg.pairs,
@@ -213,7 +245,9 @@ class RewardTask:
             encode=self.model.encode,
             weigh=self.raters,
         )
-        self.prompts = Groups(self.data.train_prompts[pair.prompt_id] for pair in self.data.train)
+        if cfg.reward_model.length.method == "balanced":
+            self.data = replace(self.data, train=balanced(self.data.train, self.data.source_of))
+        self.prompts = Groups(self.data.groups)
         section = cfg.reward_model
         self.num_steps = cfg.run.steps or steps_of_epochs(
             section.num_epochs, len(self.data.train), section.pairs_per_step
@@ -224,8 +258,19 @@ class RewardTask:
         shard(self.model)
         optimizer = setup.optimizer_of(self.cfg, self.model, Kernels(self.cfg.model.kernels), self.num_steps)
         as_rankings = self.cfg.pairs.rankings == "plackett_luce"
-        prompts = self.data.train_prompts
-        return Reward(self.cfg.reward_model, self.model, optimizer, as_rankings, self.cfg.run.seed, prompts)
+        section = self.cfg.reward_model
+        return Reward(
+            section,
+            self.model,
+            optimizer,
+            as_rankings,
+            self.cfg.run.seed,
+            self.data.train_prompts,
+            length=section.length,
+            committee=section.committee,
+            first_filtered=math.ceil(section.committee.after * self.num_steps),
+            average=TailAverage.of_run(self.model, section.average_from, self.num_steps),
+        )
 
     def prepare(self, learner: Reward, progress: bool) -> dict[str, str]:
         """Hashes of the model, of the pairs, and of their weights if they are estimated."""
@@ -233,6 +278,8 @@ class RewardTask:
             "the model": fingerprint_of_tensors(learner.model),
             "the pairs": fingerprint_of_rows([*self.data.train, *self.data.heldout]),
         }
+        if self.data.elsewhere.items:
+            identity["the pairs of other sources"] = fingerprint_of_rows(self.data.elsewhere.items)
         if self.raters is not None:
             identity["the weights of the votes"] = fingerprint_of_rows(pair.weight for pair in self.data.train)
         return identity
@@ -245,7 +292,7 @@ class RewardTask:
         per_prompt = max(1, round(len(distinct) / len(self.prompts.members)))
         rows = Rows(prompt, max(1.0, fmean(map(len, distinct)) - prompt), per_prompt)
         each = rows.tokens(len(distinct)) / len(train)
-        heldout = {ids for item in self.data.heldout for ids in item.sequences}
+        heldout = {ids for item in (*self.data.heldout, *self.data.elsewhere.items) for ids in item.sequences}
         evaluation = Work(scored=rows.tokens(len(heldout)))
         step = Work(trained=min(section.pairs_per_step, len(train)) * each, updates=1)
         judging = evaluation if self.cfg.evaluation.judge else Work()
@@ -263,23 +310,22 @@ class RewardTask:
         """Accuracy, margin and loss on the held-out pairs or rankings that are no ties; empty without any.
 
         `eval/longer_wins` is the accuracy of preferring the longer completion, a baseline that a reward model must
-        beat.
+        beat. Of several sources each has its accuracy and this baseline, also those that are only evaluated on.
         """
-        items = [item for item in self.data.heldout if item.decided]
-        if not items:
-            return {}
-        with span("evaluate"):
-            micros = share_of(chunks(items, self.cfg.reward_model.micro_batch_size))
-            stats = gathered([learner.micro_batch_loss(micro, len(items))[1] for micro in micros])
-        decided = [pair for item in items for pair in item.decided]
-        longer = sum((len(better) > len(worse)) + 0.5 * (len(better) == len(worse)) for better, worse in decided)
-        metrics = {f"eval/{name}": value for name, value in merged(stats).metrics().items() if name != "tie_fraction"}
-        return {**metrics, "eval/num_pairs": float(len(decided)), "eval/longer_wins": longer / len(decided)}
+        size, figures = self.cfg.reward_model.micro_batch_size, EvaluationFigures()
+        for name, items, is_trained in decided_by_source(self.data):
+            with span("evaluate"), learner.weights_to_judge():
+                micros = share_of(chunks(items, size))
+                stats = gathered([learner.micro_batch_loss(micro, len(items))[1] for micro in micros])
+            figures.add(name, items, merged(stats), is_trained=is_trained)
+        return figures.metrics()
 
     def measure(self, learner: Reward, when: str) -> dict[str, object]:
-        """Nothing apart from `evaluate`. After training, what several heads say of held-out answers, or without any of
-        those that were learnt, goes into the model.
+        """Nothing apart from `evaluate`. After training the model gets the mean of its weights, if there is one, and
+        what several heads say of held-out answers, or without any of those that were learnt.
         """
+        if when == "after" and learner.average is not None:
+            learner.average.write()
         if when == "after" and learner.model.num_heads > 1:
             with span("evaluate"):
                 learner.know(self.data.heldout or self.data.train)
@@ -302,21 +348,31 @@ class RewardTask:
             **({} if self.raters is None else self.raters.facts),
             **({} if known is None else {"num_heads": learner.model.num_heads, "spread": known.mean}),
         }
-        heldout = decided_pairs(self.data.heldout, self.data.heldout_prompts)
+        heldout, elsewhere = pairs_to_judge(self.data)
         if not self.cfg.evaluation.judge or not heldout:
             return figures
-        size = self.cfg.reward_model.micro_batch_size
-        quality = judge(learner.model, heldout, decided_pairs(self.data.train, {}), micro_batch_size=size)
+        size, train = self.cfg.reward_model.micro_batch_size, decided_pairs(self.data.train, {})
+        quality = judge(learner.model, heldout, train, elsewhere, micro_batch_size=size)
         session.folder.write_json("reward_quality.json", quality.to_json())
         names = ("accuracy", "accuracy_low", "accuracy_high", "tfidf", "longer_wins", "brier", "ece", "num_pairs")
         judged = {"num_train_pairs": len(self.data.train), **{name: getattr(quality, name) for name in names}}
         return {**figures, **judged}
 
 
-def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of tokens at the beginning of both."""
-    differences = (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differences, min(len(first), len(second)))
+def _check(cfg: RewardRecipe) -> None:
+    """Raise ConfigError for settings that rankings, or divided parameters, do not have."""
+    section = cfg.reward_model
+    of_pairs = {
+        "margin: column": section.margin == "column",
+        f"label_smoothing: {section.label_smoothing:g}": section.label_smoothing > 0,
+        f"committee: {section.committee.confidence}": section.committee.confidence is not None,
+        f"length: {section.length.method}": section.length.method != "none",
+    }
+    for name, is_set in of_pairs.items():
+        if is_set and cfg.pairs.rankings == "plackett_luce":
+            raise ConfigError(f"reward_model.{name} needs pairs; set pairs.rankings: pairs, or leave it out")
+    if section.average_from is not None and cfg.scale.shards_parameters:
+        raise ConfigError("reward_model.average_from needs whole parameters; leave it out, or scale.shard: parameters")
 
 
 def _product(first_N: torch.Tensor | None, second_N: torch.Tensor | None) -> torch.Tensor | None:

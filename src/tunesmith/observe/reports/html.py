@@ -31,7 +31,7 @@ from tunesmith.observe.reports.chart import DARK, LIGHT, Chart, dark_of_light
 from tunesmith.observe.reports.comparison_figures import dumbbell, histogram
 from tunesmith.observe.reports.figures import TABLE_COLUMNS, curves
 from tunesmith.observe.reports.ladder_figures import levels_chart, techniques_chart
-from tunesmith.observe.reports.reward_figures import calibration_chart
+from tunesmith.observe.reports.reward_figures import calibration_chart, sources_table
 from tunesmith.observe.reports.text import Facts
 from tunesmith.observe.reports.views import (
     cause_rows,
@@ -61,12 +61,14 @@ def write_run_report(run_dir: Path) -> Path:
     drawn = curves(metrics)
     diagnosis = diagnose(read_facts(run_dir))
     result = read_object(run_dir / "result.json")
-    calibration = calibration_chart(read_object(run_dir / "reward_quality.json"))
+    quality = read_object(run_dir / "reward_quality.json")
+    calibration = calibration_chart(quality)
     return write_page(
         run_dir / "report.html",
         "run.html",
         (*drawn.all, *([calibration] if calibration else [])),
         calibration=calibration,
+        sources=sources_table(quality),
         title=run_dir.resolve().name,
         recipe=_text(run_dir / "recipe.yaml"),
         num_steps=len(metrics),

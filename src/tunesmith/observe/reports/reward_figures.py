@@ -1,10 +1,11 @@
-"""The figure of a reward model's calibration: how often it is right, by how sure it is."""
+"""The figure of a reward model's calibration, how often it is right by how sure it is, and its table of sources."""
 
 from collections.abc import Sequence
 
+from tunesmith.base.config.yaml_text import is_list, is_mapping
 from tunesmith.base.runs.listing import number
-from tunesmith.observe.reports.chart import LIGHT, Chart, layout, scatter
-from tunesmith.observe.reports.text import Facts, decimal
+from tunesmith.observe.reports.chart import LIGHT, Chart, Table, layout, scatter
+from tunesmith.observe.reports.text import UNKNOWN, Facts, decimal, short
 
 
 def calibration_chart(quality: Facts) -> Chart | None:
@@ -59,6 +60,51 @@ def calibration_chart(quality: Facts) -> Chart | None:
         ),
         note=note,
     )
+
+
+def sources_table(quality: Facts) -> Table | None:
+    """Accuracy on each source, beside "longer wins" and TF-IDF, and where the longer answer lost; None without sources.
+    `quality` is reward_quality.json.
+    """
+    found: object = quality.get("sources")
+    rows = [row for row in found if is_mapping(row)] if is_list(found) else []
+    if not rows:
+        return None
+    return Table(
+        "reward_quality.json",
+        (
+            "source",
+            "trained on",
+            "pairs",
+            "accuracy",
+            "95\u202f% interval",
+            "longer wins",
+            "TF-IDF",
+            "pairs where the longer lost",
+            "accuracy there",
+            "95\u202f% interval there",
+        ),
+        [
+            (
+                short(row.get("name"), 60),
+                "yes, other pairs" if row.get("is_trained") else "no",
+                decimal(row.get("num_pairs")),
+                decimal(row.get("accuracy")),
+                _interval(row, "accuracy"),
+                decimal(row.get("longer_wins")),
+                decimal(row.get("tfidf")),
+                decimal(row.get("num_shorter")),
+                decimal(row.get("accuracy_shorter")),
+                _interval(row, "shorter"),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _interval(row: Facts, name: str) -> str:
+    low, high = number(row.get(f"{name}_low")), number(row.get(f"{name}_high"))
+    return UNKNOWN if low is None or high is None else f"{low:.3f} to {high:.3f}"
 
 
 def _percent(value: object) -> str:

@@ -3,13 +3,15 @@
 # Fields are frozen, so that a subclass may narrow their type.
 # pyright: reportIncompatibleVariableOverride=false
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from tunesmith.base.config.recipe import Recipe
 from tunesmith.base.config.rules import Rule
 from tunesmith.base.config.sections import (
+    MixedPairsSection,
     NonNegative,
-    PairsSection,
     Pessimism,
     PositiveInt,
     Section,
@@ -49,7 +51,46 @@ class RewardTrainerSection(Section):
     """`column`: subtract the row's `margin` from the difference of rewards (Llama 2)."""
     center_coef: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which keeps rewards near zero."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5, allow_inf_nan=False)] = 0.0
+    """Share of the votes that are taken to be wrong: so much of the loss is that of the other answer."""
     heads: HeadsSection = HeadsSection()
+
+
+class LengthSection(Section):
+    """What keeps a reward model from learning that longer answers are better."""
+
+    SHORTHAND = "method"
+
+    method: Literal["none", "odin", "balanced"] = "none"
+    """`odin`: a second head learns length, orthogonal to the first, and is left out in the end (Chen et al. 2024, arXiv
+    2402.07319); `balanced`: weights, by which of equally different lengths the longer answer wins as often as it
+    loses, in each source."""
+    coef: NonNegative = 1.0
+    """odin: weight of the correlations of both heads with length."""
+    orthogonal_coef: NonNegative = 1.0
+    """odin: weight of the product of the two heads' weights."""
+
+
+class CommitteeSection(Section):
+    """Leaves out votes that all heads contradict: in the first epoch none of them has learnt from the pair yet."""
+
+    SHORTHAND = "confidence"
+
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] | None = None
+    """A pair is left out of a step if each head gives the other answer at least this probability; null leaves out
+    none."""
+    after: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    """Share of the steps that are made before pairs are left out."""
+
+
+class RewardModelSection(RewardTrainerSection):
+    """The Bradley-Terry reward model that is trained by itself."""
+
+    length: LengthSection = LengthSection()
+    committee: CommitteeSection = CommitteeSection()
+    average_from: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of the steps from which on the weights are averaged: the model that is evaluated and saved has their mean;
+    null takes the last ones."""
 
 
 class PolicyRewardSection(RewardTrainerSection):
@@ -74,8 +115,8 @@ class RewardRecipe(Recipe):
     OWN = "reward_model"
 
     algorithm: Literal["reward"] = "reward"
-    pairs: PairsSection = PairsSection()
-    reward_model: RewardTrainerSection = RewardTrainerSection()
+    pairs: MixedPairsSection = MixedPairsSection()
+    reward_model: RewardModelSection = RewardModelSection()
     evaluation: RewardEvaluationSection = RewardEvaluationSection()
 
 
@@ -85,9 +126,22 @@ def _passes(cfg: RewardRecipe) -> Passes:
 
 
 ONE_HEAD = Rule(
-    "reward_model.heads.bootstrap reward_model.heads.prior_scale reward_model.pessimism",
+    "reward_model.heads.bootstrap reward_model.heads.prior_scale reward_model.pessimism "
+    "reward_model.committee.confidence",
     lambda v: v["reward_model.heads.count"] == 1,
     "reward_model.heads.count is 1; set it to the number of heads, or leave this out",
+)
+
+NO_ODIN = Rule(
+    "reward_model.length.coef reward_model.length.orthogonal_coef",
+    lambda v: v["reward_model.length.method"] != "odin",
+    "reward_model.length.method is not odin; set it, or leave this out",
+)
+
+NO_COMMITTEE = Rule(
+    "reward_model.committee.after",
+    lambda v: v["reward_model.committee.confidence"] is None,
+    "reward_model.committee.confidence is null, so no pair is left out; set it, or leave this out",
 )
 
 SPEC = Spec(
@@ -97,6 +151,6 @@ SPEC = Spec(
     headline=("loss", "accuracy", "margin"),
     best="accuracy",
     passes=_passes,
-    rules=(ONE_HEAD,),
+    rules=(ONE_HEAD, NO_ODIN, NO_COMMITTEE),
     trains="reward model",
 )

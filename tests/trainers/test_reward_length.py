@@ -1,0 +1,125 @@
+"""Reward models that do not learn length, learn smoothed votes, or have the mean of their last weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import forked, go_on, outcome, the_run, train
+from recipes import Started, pairs, reward_recipe, training
+from transformers import AutoModelForSequenceClassification
+
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.core.errors import ConfigError
+from tunesmith.base.schema.records import Pair, Prompt
+from tunesmith.learn.trainers.averaging import TailAverage
+
+
+def weights_of(state: Started) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in state.model.model.parameters()])
+
+
+def test_odin_trains_a_second_head_that_follows_length_and_is_not_saved(tmp_path: Path) -> None:
+    section = {"length": {"method": "odin"}, "num_epochs": 6}
+    result = training(reward_recipe(tmp_path, reward_model=section, pairs={"heldout_fraction": 0.25}), pairs=pairs())
+    last = result.metrics[-1]
+    assert last["length/head"] > 0.5
+    assert {"length/quality", "length/product"} <= last.keys()
+    plain = AutoModelForSequenceClassification.from_pretrained(result.run_dir / "final", dtype=torch.float32)
+    assert plain.config.num_labels == 1 and not any("length" in name for name in plain.state_dict())
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_micro_batches_of_odin_add_up_by_their_pairs(tmp_path: Path, heads: int) -> None:
+    section = {"length": {"method": "odin"}, "heads": {"count": heads}}
+    state = Started(reward_recipe(tmp_path, reward_model=section), pairs=pairs())
+    with torch.no_grad():
+        torch.nn.init.normal_(state.model.model.score.weight)
+        torch.nn.init.normal_(state.model.length_head.weight)
+    some = state.data.train[:8]
+    parts = [state.learner.micro_batch_loss(micro, 8, trains=True) for micro in (some[:3], some[3:])]
+    alone = [state.learner.micro_batch_loss(micro, len(micro), trains=True)[0] for micro in (some[:3], some[3:])]
+    torch.testing.assert_close(parts[0][0] + parts[1][0], 3 / 8 * alone[0] + 5 / 8 * alone[1])
+    both = (parts[0][1] + parts[1][1]).metrics()
+    own = [stats.metrics()["length/quality"] for _, stats in parts]
+    assert both["length/quality"] == pytest.approx(3 / 8 * own[0] + 5 / 8 * own[1])
+    evaluated = state.learner.micro_batch_loss(some, 8)[1].metrics()
+    assert "length/quality" not in evaluated, "only the quality head is judged"
+
+
+def test_balanced_pairs_have_weights_and_smoothed_labels_another_loss(tmp_path: Path) -> None:
+    rows = [Pair(Prompt(f"p{i}", f"p{i}"), "yes" * (3 if i % 3 else 1), "no no") for i in range(40)]
+    cfg = reward_recipe(tmp_path, reward_model={"length": {"method": "balanced"}}, pairs={"heldout_fraction": 0.0})
+    state = Started(cfg, pairs=rows)
+    won = [one.weight for one in state.data.train if len(one.sequences[0]) > len(one.sequences[1])]
+    assert sum(won) == pytest.approx(20)
+
+    def loss(share: float) -> float:
+        state = Started(reward_recipe(tmp_path, reward_model={"label_smoothing": share}), pairs=pairs())
+        with torch.no_grad():
+            torch.nn.init.normal_(state.model.model.score.weight)
+        some = state.data.train[:8]
+        assert state.learner.micro_batch_loss(some, 8)[1].metrics()["loss"] == pytest.approx(plain_loss(state, some))
+        return state.step(some).metrics["loss"]
+
+    def plain_loss(state: Started, some: Any) -> float:
+        margins = [state.model(*rows_of(one)).diff().neg().item() for one in some]
+        return sum(torch.nn.functional.softplus(torch.tensor(-margin)).item() for margin in margins) / len(margins)
+
+    def rows_of(one: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = [len(ids) for ids in one.sequences]
+        return torch.tensor([[*ids, *[0] * (max(lengths) - len(ids))] for ids in one.sequences]), torch.tensor(lengths)
+
+    assert loss(0.3) != loss(0.0)
+
+
+def test_the_final_weights_are_the_mean_of_those_after_the_last_steps(tmp_path: Path) -> None:
+    section = {"average_from": 0.5, "num_epochs": 1}
+    sections: dict[str, Any] = {"reward_model": section, "pairs": {"heldout_fraction": 0.25}}
+    result = training(reward_recipe(tmp_path, **sections), pairs=pairs())
+    state = Started(reward_recipe(tmp_path, **sections), pairs=pairs())
+    seen = []
+    for index in range(state.task.num_steps):
+        state.learner.step(state.task.batch(index), index)
+        seen.append(weights_of(state))
+    first = state.learner.average.first
+    assert (first, len(seen)) == (-(-len(seen) // 2), len(result.metrics)) and len(seen) - first > 1
+    final = AutoModelForSequenceClassification.from_pretrained(result.run_dir / "final", dtype=torch.float32)
+    mean = torch.stack(seen[first:]).mean(0)
+    last = weights_of(state)
+    metrics = state.task.evaluate(state.learner)
+    assert torch.equal(weights_of(state), last), "an evaluation gives the weights back"
+    assert metrics["eval/loss"] == result.metrics[-1]["eval/loss"]
+    state.task.measure(state.learner, "after")
+    torch.testing.assert_close(weights_of(state), mean)
+    assert not torch.equal(weights_of(state), last)
+    saved, own = final.state_dict(), state.model.model.state_dict()
+    assert all(torch.equal(saved[name], own[name]) for name in saved)
+
+
+def test_a_mean_begins_with_the_last_step_at_the_latest() -> None:
+    model = torch.nn.Linear(2, 1)
+    assert TailAverage.of_run(model, None, 10) is None
+    found = [TailAverage.of_run(model, share, 10) for share in (0.0, 0.71, 0.99)]
+    assert [one.first for one in found if one is not None] == [0, 8, 9]
+
+
+@pytest.mark.parametrize("place", ["log/metrics:kill:9"])
+def test_a_killed_run_goes_on_with_the_same_length_head_and_mean(tmp_path: Path, place: str) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    assert forked(train, "odin", whole) == 0
+    assert forked(train, "odin", killed, fault=place) == -9
+    assert forked(go_on, the_run(killed)) == 0
+    assert outcome(the_run(killed)) == outcome(the_run(whole))
+
+
+def test_settings_without_effect_or_meaning_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"length\.method is not odin"):
+        load_recipe("reward", overrides={"reward_model.length.coef": 0.5})
+    rows = [{"prompt": f"q{i}", "completions": ["a", "b", "c"]} for i in range(4)]
+    for section in ({"length": {"method": "odin"}}, {"length": {"method": "balanced"}}, {"label_smoothing": 0.1}):
+        with pytest.raises(ConfigError, match="needs pairs"):
+            cfg = reward_recipe(tmp_path, reward_model=section, pairs={"rankings": "plackett_luce"})
+            Started(cfg, pairs=rows)
