@@ -2,6 +2,7 @@
 shown, and it has faults by switch.
 """
 
+import contextlib
 import json
 import re
 import threading
@@ -28,8 +29,10 @@ class JudgeServer:
     `faults` maps the number of a request, counted from 0 over all starts, to what happens at it: "drop" (no answer),
     "restart" (no answer; it is away for `away_s`), "die" (no answer, ever), "hang", "cut" (half an answer), "dribble"
     (a byte now and then), "twice" (two choices), "garbage", "nonsense" (no verdict), "both" (two verdicts), "empty",
-    "limited" (429 with `Retry-After`), "overloaded" (503), "too long" (400), "no usage". A fault of the number -1 is
-    that of all requests.
+    "limited" (429 with `Retry-After`), "overloaded" (503), "too long" (400), "no usage", "many tokens" (more than there
+    are), "deep" (JSON that is nested a hundred thousand times), "endless" (a body without an end), "slow header" (a
+    byte now and then, before the body), "continue" (100, again and again), "moved" (301), "echo" (what it was sent, as
+    an error), "created" (201). A fault of the number -1 is that of all requests.
     """
 
     def __init__(self, verdict: Callable[[str, str], str] = longer, grade: Callable[[str], object] = len) -> None:
@@ -116,6 +119,15 @@ class _Handler(BaseHTTPRequestHandler):
                 {"error": {"message": fault}}, status, {"Retry-After": owner.retry_after} if status == 429 else {}
             )
             return
+        if fault in ("endless", "slow header", "continue"):
+            self._write_on(fault)
+            return
+        if fault == "moved":
+            self._answer({}, 301, {"Location": "https://elsewhere.example/v1"})
+            return
+        if fault == "echo":
+            self._answer(str(self.headers), 401)
+            return
         text = {"nonsense": "I like both.", "both": "[[A]] or [[B]]", "empty": None}.get(fault, owner.said(body))
         used = len(body["messages"][-1]["content"]) // 4 + TOKENS_OF_ANSWER
         with owner.lock:
@@ -128,7 +140,21 @@ class _Handler(BaseHTTPRequestHandler):
             answer["choices"] *= 2
         if fault == "no usage":
             del answer["usage"]
-        self._answer("garbage" if fault == "garbage" else answer, cut=fault == "cut", dribbles=fault == "dribble")
+        if fault == "many tokens":
+            answer["usage"]["total_tokens"] = 10**30
+        said = {"garbage": "garbage", "deep": "[" * 100_000}.get(fault, answer)
+        status = 201 if fault == "created" else 200
+        self._answer(said, status, cut=fault == "cut", dribbles=fault == "dribble")
+
+    def _write_on(self, fault: str) -> None:
+        """Write for ever, or until the other side has had enough."""
+        begin = {"continue": b"", "endless": b"HTTP/1.1 200 OK\r\n\r\n", "slow header": b"HTTP/1.1 200 OK\r\nX-Slow: "}
+        more = {"continue": b"HTTP/1.1 100 Continue\r\n\r\n", "endless": b"x" * (1 << 20), "slow header": b"x"}
+        owner: JudgeServer = self.server.owner  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):
+            self.wfile.write(begin[fault])
+            while not owner.hanging.wait(0 if fault == "endless" else 0.1):
+                self.wfile.write(more[fault])
 
     def _answer(
         self,

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from judge_server import JudgeServer
+from tunesmith.base.config.judge import judge_settings
 from tunesmith.base.core.errors import InputError, StoreError
-from tunesmith.learn.judges.answers import Answers
+from tunesmith.learn.judges.answers import Answers, PeopleAgreement
 from tunesmith.learn.judges.judge import AnswerText, Grade, Judge, PairText, PairVerdict, Unjudged, said_of
 
 JudgeMaker = Callable[..., Judge]
@@ -100,6 +102,10 @@ FAULTS = (
     "limited",
     "overloaded",
     "no usage",
+    "many tokens",
+    "deep",
+    "endless",
+    "created",
 )
 
 
@@ -124,6 +130,22 @@ def test_a_slow_server_is_given_up_and_asked_again(server: JudgeServer, judge_of
     judge = judge_of(timeout_s=2)
     assert preferences(judge.pairs(pairs)) == EXPECTED
     assert server.num_requests == 14
+
+
+@pytest.mark.parametrize("fault", ["slow header", "continue"])
+def test_a_time_limit_is_one_of_the_whole_answer(
+    server: JudgeServer, judge_of: JudgeMaker, pairs: list[PairText], fault: str
+):
+    server.faults = {-1: fault}
+    (found,) = judge_of(timeout_s=1, patience_s=0).pairs(pairs[:1])
+    assert isinstance(found, Unjudged) and found.kind == "away" and "no answer in 1 s" in found.message
+
+
+def test_a_server_that_sends_on_is_not_followed(server: JudgeServer, judge_of: JudgeMaker, pairs: list[PairText]):
+    server.faults = {-1: "moved"}
+    found = judge_of(concurrency=1).pairs(pairs)
+    assert preferences(found) == ["fatal"] * 6 and server.num_requests == 1
+    assert "it sends on to https://elsewhere.example/v1: give the address that answers" in str(found[0])
 
 
 def test_a_server_that_asks_to_wait_is_left_alone(server: JudgeServer, judge_of: JudgeMaker, pairs: list[PairText]):
@@ -199,17 +221,71 @@ def test_a_key_comes_from_the_environment(
     assert b"secret" not in (Path(judge_of().settings.answers)).read_bytes()
 
 
+def test_a_key_is_shown_nowhere(
+    server: JudgeServer,
+    judge_of: JudgeMaker,
+    pairs: list[PairText],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    server.faults = {-1: "echo"}
+    (found,) = judge_of(served_model="m").pairs(pairs[:1])
+    assert isinstance(found, Unjudged) and "answers 401" in found.message
+    for key in ("sk-very\n-secret", "sk-very\u2026-secret"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(InputError, match="OPENAI_API_KEY has a line break or another character") as caught:
+            judge_of().pairs(pairs[:1])
+        assert "secret" not in str(caught.value)
+    for source in ("http://me:very-secret@127.0.0.1:1", "http://127.0.0.1:1/v1?key=very-secret"):
+        with pytest.raises(InputError, match=r"leave (them|it) out") as caught:
+            judge_settings(f"judge:{source}")
+        assert "secret" not in str(caught.value)
+    assert "secret" not in found.message and "secret" not in caplog.text
+
+
+def test_any_text_is_judged(server: JudgeServer, judge_of: JudgeMaker):
+    """Half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    found = judge_of().pairs([PairText("p \ud800", "a \ud800", "longer \0 \udc00")])
+    assert preferences(found) == ["b"]
+
+
 def test_a_server_that_is_not_there_is_an_input_error(judge_of: JudgeMaker):
     with pytest.raises(InputError, match=r"the judge cannot be asked: http://127\.0\.0\.1:9"):
         _ = judge_of(model="http://127.0.0.1:9", patience_s=0).name
-    with pytest.raises(InputError, match="the judge's model is 'http://'; give one such as http"):
-        judge_of(model="http://")
+    with pytest.raises(InputError, match="`model` is 'http://'; give one such as http"):
+        judge_settings("judge:http://")
 
 
 def test_a_file_that_is_no_file_of_answers_is_refused(judge_of: JudgeMaker, tmp_path: Path):
     (tmp_path / "text.db").write_text("no database at all, but some text" * 40)
     with pytest.raises(StoreError, match=r"text\.db cannot be used as a file of answers"):
         judge_of(answers=str(tmp_path / "text.db"))
+
+
+def test_a_damaged_file_of_answers_is_refused(judge_of: JudgeMaker, pairs: list[PairText], tmp_path: Path):
+    judge = judge_of()
+    judge.pairs(pairs[:1])
+    judge.set_agreement(PeopleAgreement(0.5, 0.4, 0.6, 10, 5, None, "somewhere"))
+    damages = {
+        "UPDATE agreements SET facts = '[]'": "an agreement with people in it is damaged",
+        "UPDATE answers SET text = x'00ff'": "an answer in it is no text",
+        "UPDATE costs SET num_requests = -5": "its costs are damaged",
+        "DROP TABLE answers; CREATE TABLE votes (id)": "it is another database, with votes",
+    }
+    judge.answers.close()
+    whole = judge.answers.path.read_bytes()
+    for damage, message in damages.items():
+        judge.answers.path.write_bytes(whole)
+        connection = sqlite3.connect(judge.answers.path)
+        connection.executescript(damage)
+        connection.close()
+        with pytest.raises(StoreError, match=message):
+            again = judge_of()
+            _ = again.pairs(pairs[:1]), again.agreement, again.answers.costs
+    connection = sqlite3.connect(judge.answers.path)
+    assert connection.execute("SELECT name FROM sqlite_master WHERE name = 'answers'").fetchall() == []
 
 
 ASKING = """
@@ -253,6 +329,16 @@ def test_several_processes_share_a_limit(server: JudgeServer, judge_of: JudgeMak
     assert all(process.returncode == 0 for process in started)
     assert server.num_requests == 15
     assert set(itertools.chain(*said)) == {"b", "none"}
+
+
+def test_what_one_process_asks_others_do_not(server: JudgeServer, judge_of: JudgeMaker, tmp_path: Path):
+    pairs = [(f"prompt {i}", "x" * (i + 1), "y" * (2 * i + 2)) for i in range(12)]
+    server.verdict = lambda a, b: (time.sleep(0.05), "A" if len(a) > len(b) else "B")[1]
+    settings = {"model": server.url, "answers": str(tmp_path / "answers.db"), "concurrency": 3}
+    words = [sys.executable, "-c", ASKING, json.dumps([settings, pairs])]
+    started = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0].split() for process in started] == [["b"] * 12] * 2
+    assert server.num_requests == 24 == Answers(tmp_path / "answers.db").costs.num_requests
 
 
 def test_an_interrupt_ends_what_runs(server: JudgeServer, judge_of: JudgeMaker, pairs: list[PairText]):

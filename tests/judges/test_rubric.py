@@ -24,6 +24,8 @@ from tunesmith.learn.judges.rubric import grade_question, pair_question, read_gr
         ("[[A]] or [[B]]", None),
         ("[[D]]", None),
         ("I like both.", None),
+        ("<think>A: [[A]], but B...</think> [[B]]", "B"),
+        ("<think>Maybe [[A]], or else", None),
         ("A long answer that begins with A", None),
         ("", None),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_rig import learn, live_recipe, looping, voters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.base.config.algorithms.live import LiveSelectionSection
 from tunesmith.collect.data.answers import Answer
@@ -114,6 +115,42 @@ def test_the_first_pair_has_the_largest_value_of_all(method):
     }
     assert (first.prompt, first.pair) == max(values, key=lambda key: values[key])
     assert first.value == pytest.approx(max(values.values()))
+
+
+class Largest(TorchDispatchMode):
+    """`numel` is that of the largest tensor that was made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, made.numel() if isinstance(made, torch.Tensor) else 0)
+        return made
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_number_is_kept_for_each_two_pairs(method):
+    """Of 16 answers to each of 128 prompts they would take 1.9 GB."""
+    sizes = [8] * 12
+    groups, allowed = features(sizes), everything(sizes)
+    beliefs = Preferences(*votes_of(torch.ones(5, dtype=torch.float64), 20))
+    with Largest() as largest:
+        choose_pairs(groups, allowed, beliefs, LiveSelectionSection(method=method), seed=0)
+    assert largest.numel <= 12 * 28 * 5
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_a_share_of_few_prompts_is_random_too(num_prompts, tmp_path: Path):
+    changes = {"live": {"selection": {"method": "drts", "random_share": 0.3}}}
+    with looping(live_recipe(tmp_path, **changes)) as loop:
+        groups = loop.offers.draw("a round").train[:num_prompts]
+        reasons = [
+            {group.prompt.id: reason for group, _, reason in loop.offers.train_pairs(groups, 0, [], seed)}
+            for seed in range(60)
+        ]
+    num_random = [sum(reason == "random" for reason in one.values()) for one in reasons]
+    assert set(num_random) <= {math.floor(0.3 * num_prompts), math.ceil(0.3 * num_prompts)}
+    assert sum(num_random) / (60 * num_prompts) == pytest.approx(0.3, abs=0.12)
 
 
 def test_d_optimal_values_each_pair_given_those_before():

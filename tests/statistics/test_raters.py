@@ -1,6 +1,7 @@
 """Reliabilities of raters from votes on pairs, on simulated raters whose truth is known."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -214,3 +215,45 @@ def test_no_votes_and_arrays_that_do_not_fit() -> None:
         reliabilities(PairVotes(one, one + 1, one > 0, one, 1, np.array([np.nan])))
     with pytest.raises(InputError, match="give one for each"):
         reliabilities(PairVotes(one, nothing, one > 0, one, 1, np.array([np.nan])))
+
+
+def contradictions(camps: list[bool], gold: int = 0) -> PairVotes:
+    """Votes of raters of two camps on 120 items: one names the better answer always, the other never."""
+    random, num, num_items = np.random.default_rng(3), len(camps), 120
+    truth_I = random.random(num_items) < 0.5
+    item_N, rater_N = np.repeat(np.arange(num_items), num), np.tile(np.arange(num), num_items)
+    first_N = truth_I[item_N] == np.array(camps)[rater_N]
+    gold_I = np.full(num_items, np.nan)
+    gold_I[:gold] = truth_I[:gold]
+    return PairVotes(item_N, rater_N, first_N, random.choice([-1, 1], len(item_N)), num, gold_I)
+
+
+@pytest.mark.parametrize("camps", [[True, False], [True, True, False, False]])
+def test_who_is_right_of_two_camps_that_contradict_each_other_is_not_known(camps: list[bool]) -> None:
+    votes = contradictions(camps)
+    found = reliabilities(votes)
+    for one in found.raters:
+        assert one.reliability.low < 0.05 and one.reliability.high > 0.95
+    assert (found.weight_N >= 0).all(), "nobody's votes are exchanged"
+    assert ((found.chance_I > 0.1) & (found.chance_I < 0.9)).all()
+    assert found.effective < len(votes.item_N) / 2
+
+
+@pytest.mark.parametrize(("camps", "gold"), [([True, False], 5), ([True, True, False], 0)])
+def test_gold_items_or_a_majority_say_who_is_right(camps: list[bool], gold: int) -> None:
+    found = reliabilities(contradictions(camps, gold))
+    for is_right, one in zip(camps, found.raters, strict=True):
+        assert one.reliability.low > 0.9 if is_right else one.reliability.high < 0.1
+    assert (found.weight_N < -0.9).any()
+
+
+def test_many_votes_of_a_rater_on_one_item_take_little_memory() -> None:
+    num = 3000
+    place_N = np.zeros(num, dtype=np.int64)
+    sides_N = np.where(np.arange(num) % 4 < 2, 1, -1)
+    votes = PairVotes(place_N, np.arange(num) % 2, np.arange(num) % 2 == 0, sides_N, 2, np.array([np.nan]))
+    tracemalloc.start()
+    found = reliabilities(votes)
+    assert tracemalloc.get_traced_memory()[1] < 20e6  # a number for each pair of votes takes 288 MB
+    tracemalloc.stop()
+    assert [one.num_votes for one in found.raters] == [1500, 1500]

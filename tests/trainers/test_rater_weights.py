@@ -66,6 +66,12 @@ def test_ties_stay_as_they_are_and_rows_without_a_rater_are_those_of_one() -> No
     assert rows[-1].weight > 0
 
 
+def test_ties_alone_have_nothing_to_weigh() -> None:
+    rows = [Pair(Prompt(f"{i}", f"Prompt {i}", columns={"rater": "ann"}), " a", " b", tie=True) for i in range(3)]
+    weigh = VotesOfRaters()
+    assert weigh(rows) == rows and weigh.facts == {}
+
+
 def test_rows_that_name_no_rater_are_refused(tmp_path: Path) -> None:
     recipe = reward_recipe(tmp_path, pairs={"raters": "estimated"})
     with pytest.raises(DataError, match="no row says who voted in a column `rater`"):

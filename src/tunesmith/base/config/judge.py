@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from tunesmith.base.config.sections import NonNegative, Positive, PositiveInt, Section, Seed
 from tunesmith.base.config.yaml_text import is_mapping, parse, read
 from tunesmith.base.core.errors import ConfigError
+from tunesmith.base.core.http import problem_of_address
 
 JUDGE = "judge:"
 """Prefix of the source of a judge: `judge:helpful.yaml`, `judge:http://localhost:8000`, or `judge:` and a model."""
@@ -86,12 +87,14 @@ class JudgeSettings(Section):
             raise ValueError(f"`options` has {', '.join(taken)}, which the judge sets itself; remove them")
         if not self.model.strip():
             raise ValueError("`model` is empty; give an address, or a model")
+        if self.is_server and (problem := problem_of_address(self.model)):
+            raise ValueError(f"`model` is {problem}")
         return self
 
     @property
     def is_server(self) -> bool:
         """True if the judge is asked over HTTP."""
-        return self.model.startswith(("http://", "https://"))
+        return self.model.lower().startswith(("http://", "https://"))
 
     @property
     def key(self) -> str:

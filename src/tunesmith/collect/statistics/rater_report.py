@@ -44,7 +44,7 @@ class RaterReport:
 @dataclass(frozen=True, slots=True)
 class CrowdReport:
     """All raters, by id, and the number of decided votes with what they are worth: None where too few can be compared.
-    `weight_of` has the weight of each vote by its id, from -1 to 1: twice its probability to be right, less 1.
+    `weight_of` has the weight of each vote by its id, from -1 to 1, as in `Reliabilities`.
     """
 
     raters: Mapping[int, RaterReport]
@@ -92,8 +92,7 @@ def known_weights(report: CrowdReport) -> Mapping[int, float]:
 
 
 def _weights(decided: Sequence[JudgedPair], found: Reliabilities) -> dict[int, float]:
-    weight_N = 2 * found.confidence_N - 1
-    return {one.vote_id: float(weight) for one, weight in zip(decided, weight_N, strict=True)}
+    return {one.vote_id: float(weight) for one, weight in zip(decided, found.weight_N, strict=True)}
 
 
 def _num_compared(votes: PairVotes) -> np.ndarray:

@@ -117,12 +117,14 @@ class Reliabilities:
     """What votes say of their raters and items. `chance_I` is the probability that the first answer is the better one,
     by all votes on an item. `confidence_N` is the probability that a vote is right, by its rater and side alone; it is
     made from estimates that are drawn to the mean of all raters as far as they may differ by chance, so that votes of
-    equally good raters count the same. `strength_A` is None where no answers are in several items.
+    equally good raters count the same. `weight_N`, from -1 to 1, is twice that less 1; 0 instead of a negative weight
+    where the interval of the rater does not end below 1/2. `strength_A` is None where no answers are in several items.
     """
 
     raters: Sequence[RaterEstimate]
     chance_I: np.ndarray
     confidence_N: np.ndarray
+    weight_N: np.ndarray
     strength_A: np.ndarray | None
 
     @property
@@ -171,8 +173,57 @@ def reliabilities(votes: PairVotes, guess: Guess | None = None) -> Reliabilities
     fit = _fit(votes, guess)
     shares = _Shares.of(votes, fit)
     right_N, wrong_N = shares.shrunk().chances(votes)
-    confidence_N = right_N / (right_N + wrong_N)
-    return Reliabilities(_estimates(votes, shares), fit.chance_I, confidence_N, fit.strength_A)
+    straight_W = _straight(votes, fit)
+    confidence_N = _mixed(right_N / (right_N + wrong_N), straight_W[votes.rater_N])
+    raters = _estimates(votes, shares, straight_W)
+    is_reversed_W = np.array([one.reliability.high < 0.5 for one in raters], dtype=bool)
+    weight_N = np.where(is_reversed_W[votes.rater_N], 2 * confidence_N - 1, np.maximum(2 * confidence_N - 1, 0.0))
+    straight_I = np.ones(votes.num_items)
+    straight_I[votes.item_N] = straight_W[votes.rater_N]
+    chance_I = np.where(np.isnan(votes.gold_I), _mixed(fit.chance_I, straight_I), fit.chance_I)
+    return Reliabilities(raters, chance_I, confidence_N, weight_N, fit.strength_A)
+
+
+def _mixed(chance_N: np.ndarray, straight_N: np.ndarray) -> np.ndarray:
+    """Chances where all is as it seems with the probability `straight_N`, and else the other way round."""
+    return straight_N * chance_N + (1 - straight_N) * (1 - chance_N)
+
+
+def _straight(votes: PairVotes, fit: "_Fit") -> np.ndarray:
+    """straight_W: the probability that the mode has the better answers the right way round, for each rater.
+
+    Votes are as likely if in all items that raters share the other answer is the better one, and all of these raters
+    are as far below 1/2 as they are above. That most raters are not mixed up, and gold items, say which is true; what
+    models of answers say does so only of raters among others with whom they share no item, since they follow the votes.
+    Of two raters who always contradict each other nothing says who is right.
+    """
+    group_W, group_I = _groups(votes)
+    num_groups = int(group_W.max(initial=0)) + 1
+    slope = PRIOR_VOTES * (sum(PRIOR_RANGE) - 1)
+    odds_W = np.log(fit.rates.alpha_W / (1 - fit.rates.alpha_W)) + np.log(fit.rates.beta_W / (1 - fit.rates.beta_W))
+    odds_G = np.bincount(group_W, slope * odds_W, num_groups)
+    right_N, wrong_N = fit.rates.chances(votes)
+    evidence_N = np.where(votes.first_N, 1.0, -1.0) * np.log(right_N / wrong_N)
+    evidence_I = np.bincount(votes.item_N, evidence_N, votes.num_items)
+    is_known_I = ~np.isnan(votes.gold_I)
+    odds_I = np.where(is_known_I, (2 * np.nan_to_num(votes.gold_I) - 1) * evidence_I, 0.0)
+    if len(np.unique(group_W)) > 1:
+        # log(p A + (1 - p) B) - log(p B + (1 - p) A), with the odds log(p / (1 - p)) and the evidence log(A / B).
+        same_I, other_I = np.logaddexp(0.0, fit.odds_I + evidence_I), np.logaddexp(fit.odds_I, evidence_I)
+        odds_I = np.where(is_known_I, odds_I, same_I - other_I)
+    return _sigmoid(odds_G + np.bincount(group_I, odds_I, num_groups))[group_W]
+
+
+def _groups(votes: PairVotes) -> tuple[np.ndarray, np.ndarray]:
+    """(group_W, group_I): raters and items that are joined by votes have the same number."""
+    group_W = np.arange(votes.num_raters)
+    while True:
+        group_I = np.full(votes.num_items, max(votes.num_raters, 1) - 1)
+        np.minimum.at(group_I, votes.item_N, group_W[votes.rater_N])
+        before_W = group_W.copy()
+        np.minimum.at(group_W, votes.rater_N, group_I[votes.item_N])
+        if np.array_equal(group_W, before_W):
+            return group_W, group_I
 
 
 def confidence(alpha: float, beta: float, side: int) -> float:
@@ -185,10 +236,11 @@ def confidence(alpha: float, beta: float, side: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """The mode: rates, chances of items, and strengths."""
+    """The mode: rates, chances of items with their prior log odds, and strengths."""
 
     rates: _Rates
     chance_I: np.ndarray
+    odds_I: np.ndarray
     strength_A: np.ndarray | None
 
 
@@ -210,7 +262,7 @@ def _fit(votes: PairVotes, guess: Guess | None) -> _Fit:
         elif np.abs(np.concatenate([rates.alpha_W, rates.beta_W]) - before).max(initial=0.0) < _TOLERANCE:
             break
     chance_I = _chances(votes, rates, odds_I, known_I)
-    return _Fit(rates, chance_I, None if strengths is None else strengths.strength_A)
+    return _Fit(rates, chance_I, odds_I, None if strengths is None else strengths.strength_A)
 
 
 def _chances(votes: PairVotes, rates: _Rates, odds_I: np.ndarray, known_I: np.ndarray) -> np.ndarray:
@@ -264,7 +316,7 @@ class _Strengths:
         is_kept_A[order_A[:MAX_ANSWERS]] = True
         is_kept_A &= counts_A > 1
         both_I2 = (votes.answers_I2 >= 0) & is_kept_A[np.maximum(votes.answers_I2, 0)]
-        item_J = np.flatnonzero(both_I2.all(axis=1))
+        item_J = np.flatnonzero(both_I2.all(axis=1) & (votes.answers_I2[:, 0] != votes.answers_I2[:, 1]))
         if not len(item_J):
             return None
         return cls(votes.answers_I2[item_J, 0], votes.answers_I2[item_J, 1], item_J, num_answers)
@@ -275,27 +327,31 @@ class _Strengths:
         Strengths are fitted once to all chances; what an item has added to its own is taken off again, to first order
         (the leave-one-out of linear smoothers), and the uncertainty of the rest draws the odds towards 0.
         """
-        places = np.searchsorted(self._kept, [self._first_J, self._second_J])
-        size, num = len(self._kept), len(self._item_J)
-        rows_JA = np.zeros((num, size))
-        rows_JA[np.arange(num), places[0]] += 1
-        rows_JA[np.arange(num), places[1]] -= 1
+        first_J, second_J = np.searchsorted(self._kept, [self._first_J, self._second_J])
+        size = len(self._kept)
         strength_A, chance_J = self.strength_A[self._kept], chance_I[self._item_J]
+        places = np.concatenate([first_J, second_J]), np.concatenate([second_J, first_J])
         covariance_AA = np.eye(size)
         for _ in range(8):
-            won_J = _sigmoid(rows_JA @ strength_A)
+            won_J = _sigmoid(strength_A[first_J] - strength_A[second_J])
             weight_J = won_J * (1 - won_J)
-            covariance_AA = np.linalg.inv(rows_JA.T @ (rows_JA * weight_J[:, None]) + np.eye(size) / STRENGTH_STD**2)
-            step_A = covariance_AA @ (rows_JA.T @ (chance_J - won_J) - strength_A / STRENGTH_STD**2)
+            # The rows of items hold 1 for one answer and -1 for another: a matrix of them is nowhere.
+            information_AA = np.zeros((size, size))
+            np.subtract.at(information_AA, places, np.tile(weight_J, 2))
+            information_AA[np.diag_indices(size)] = 1 / STRENGTH_STD**2 - information_AA.sum(axis=1)
+            covariance_AA = np.linalg.inv(information_AA)
+            error_A = np.bincount(first_J, chance_J - won_J, size) - np.bincount(second_J, chance_J - won_J, size)
+            step_A = covariance_AA @ (error_A - strength_A / STRENGTH_STD**2)
             strength_A = strength_A + step_A / max(1.0, float(np.abs(step_A).max()))
             if np.abs(step_A).max() < 1e-6:
                 break
         self.strength_A[self._kept] = strength_A
-        won_J = _sigmoid(rows_JA @ strength_A)
+        won_J = _sigmoid(strength_A[first_J] - strength_A[second_J])
         weight_J = won_J * (1 - won_J)
-        variance_J = np.einsum("ja,ab,jb->j", rows_JA, covariance_AA, rows_JA)
+        variance_A = covariance_AA.diagonal()
+        variance_J = variance_A[first_J] + variance_A[second_J] - 2 * covariance_AA[first_J, second_J]
         left_J = np.maximum(1 - variance_J * weight_J, 1e-3)
-        odds_J = rows_JA @ strength_A - variance_J * (chance_J - won_J) / left_J
+        odds_J = strength_A[first_J] - strength_A[second_J] - variance_J * (chance_J - won_J) / left_J
         odds_I = np.zeros(len(chance_I))
         odds_I[self._item_J] = odds_J / np.sqrt(1 + np.pi * variance_J / left_J / 8)  # MacKay 1992
         return odds_I
@@ -342,8 +398,10 @@ def _shrunk(value_W: np.ndarray, variance_W: np.ndarray) -> np.ndarray:
     return mean + between / (between + variance_W) * (value_W - mean)
 
 
-def _estimates(votes: PairVotes, shares: _Shares) -> list[RaterEstimate]:
-    """Each rater's estimates: intervals are normal in the log odds of the share."""
+def _estimates(votes: PairVotes, shares: _Shares, straight_W: np.ndarray) -> list[RaterEstimate]:
+    """Each rater's estimates: intervals are normal in the log odds of the share. That of the reliability holds both
+    ways in which the votes may be read, if either may be true.
+    """
     number_W = np.bincount(votes.rater_N, minlength=votes.num_raters)
     is_gold_N = ~np.isnan(votes.gold_I)[votes.item_N]
     num_gold_W = np.bincount(votes.rater_N[is_gold_N], minlength=votes.num_raters)
@@ -352,10 +410,12 @@ def _estimates(votes: PairVotes, shares: _Shares) -> list[RaterEstimate]:
     # Fisher information of a vote on a pair of equal odds, against that of a vote without an error.
     drawn = shares.shrunk()
     left_W = (1 + drawn.alpha_W - drawn.beta_W) / 2
-    worth_W = (2 * drawn.either_W - 1) ** 2 / (4 * left_W * (1 - left_W))
+    worth_W = (2 * _mixed(drawn.either_W, straight_W) - 1) ** 2 / (4 * left_W * (1 - left_W))
     return [
         RaterEstimate(
-            reliability=_interval(shares.reliability_W[rater], shares.reliability_variance_W[rater]),
+            reliability=_either_way(
+                _interval(shares.reliability_W[rater], shares.reliability_variance_W[rater]), float(straight_W[rater])
+            ),
             left_share=_interval(shares.left_W[rater], shares.left_variance_W[rater]),
             num_votes=int(number_W[rater]),
             effective=float(number_W[rater] * worth_W[rater]),
@@ -364,6 +424,16 @@ def _estimates(votes: PairVotes, shares: _Shares) -> list[RaterEstimate]:
         )
         for rater in range(votes.num_raters)
     ]
+
+
+def _either_way(one: Estimate, straight: float) -> Estimate:
+    """The estimate where all is as it seems with the probability `straight`."""
+    value = straight * one.value + (1 - straight) * (1 - one.value)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = (one.low, one.high) if straight > tail else (1 - one.high, 1 - one.low)
+    if tail < straight < 1 - tail:
+        low, high = min(low, 1 - high), max(high, 1 - low)
+    return Estimate(value, min(low, value), max(high, value))
 
 
 def _interval(share: float, variance: float) -> Estimate:
@@ -396,11 +466,11 @@ def _covariances(votes: PairVotes, fit: _Fit) -> np.ndarray:
         unsure = unsure_I[votes.item_N[own_N[0]]]
         if unsure < 1e-12:
             continue
-        places = (2 * votes.rater_N[own_N][:, None] + [0, 1]).ravel()
-        values = gradient_N2[own_N].ravel()
-        # Added one by one, in case that a rater has judged an item twice.
-        flat = (places[:, None] * 2 * num + places).ravel().astype(np.intp)
-        np.subtract.at(information_PP.reshape(-1), flat, unsure * np.outer(values, values).ravel())
+        # Added up first: raters may have judged an item many times.
+        own_W, place_N = np.unique(votes.rater_N[own_N], return_inverse=True)
+        sums_W2 = np.stack([np.bincount(place_N, gradient_N2[own_N, rate], len(own_W)) for rate in (0, 1)], axis=1)
+        places = (2 * own_W[:, None] + [0, 1]).ravel()
+        information_PP[np.ix_(places, places)] -= unsure * np.outer(sums_W2, sums_W2)
     covariance_PP = np.linalg.inv(_positive(information_PP))
     return np.stack([covariance_PP[2 * one : 2 * one + 2, 2 * one : 2 * one + 2] for one in range(num)])
 

@@ -1,7 +1,8 @@
 """The file of a judge: its answers, what they cost, and how far it agrees with people.
 
 A request is written down with the tokens that it may cost before it is sent, and with what it did cost afterwards. So a
-process that is killed meanwhile leaves a count that is not too low, and several processes share one limit.
+process that is killed meanwhile leaves a count that is not too low, and several processes share one limit. What one of
+them asks is not asked by the others, which wait for its answer.
 """
 
 import json
@@ -18,6 +19,7 @@ from tunesmith.base.core.errors import StoreError
 
 _WAIT_S = 60.0
 _CHUNK = 500
+_NAMES = {"answers", "requests", "costs", "agreements", "running"}
 _TABLES = """
 CREATE TABLE IF NOT EXISTS answers (
     key TEXT PRIMARY KEY, model TEXT NOT NULL, text TEXT NOT NULL, num_tokens INTEGER NOT NULL, created_at REAL NOT NULL
@@ -31,6 +33,7 @@ CREATE TABLE IF NOT EXISTS costs (
 );
 INSERT OR IGNORE INTO costs VALUES (1, 0, 0);
 CREATE TABLE IF NOT EXISTS agreements (judge TEXT PRIMARY KEY, facts TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS running (key TEXT PRIMARY KEY, pid INTEGER NOT NULL, until_s REAL NOT NULL);
 """
 
 
@@ -52,6 +55,17 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """What came of questions: tickets of those to ask now, and `known` answers, which others have stored meanwhile. The
+    rest is `busy`, being asked by others, or beyond the limits.
+    """
+
+    tickets: list[Ticket]
+    known: dict[str, str]
+    busy: set[str]
+
+
+@dataclass(frozen=True, slots=True)
 class PeopleAgreement:
     """How often a judge prefers the answer that people preferred, with the 95 % interval; a tie of the judge is half.
 
@@ -67,6 +81,22 @@ class PeopleAgreement:
     num_prompts: int
     order_decided: float | None
     source: str
+
+    @classmethod
+    def of_json(cls, stored: str) -> "PeopleAgreement":
+        """The fields from JSON. Raises sqlite3.Error for what is damaged."""
+        try:
+            found = cls(**json.loads(stored))
+        except (TypeError, ValueError) as error:
+            raise _Damaged("an agreement with people in it is damaged") from error
+        numbers = (found.share, found.low, found.high, found.num_votes, found.num_prompts, found.order_decided or 0)
+        if not all(isinstance(one, int | float) for one in numbers):
+            raise _Damaged("an agreement with people in it is damaged")
+        return found
+
+
+class _Damaged(sqlite3.DatabaseError):
+    """The file can be opened, but holds what was never written."""
 
 
 class LimitError(Exception):
@@ -96,37 +126,52 @@ class Answers:
 
     def found(self, keys: Sequence[str]) -> dict[str, str]:
         """The answers to those of `keys` that have one, by key."""
-        texts: dict[str, str] = {}
         with self._transaction() as connection:
-            for start in range(0, len(keys), _CHUNK):
-                some = keys[start : start + _CHUNK]
-                marks = ", ".join("?" * len(some))
-                texts |= dict(connection.execute(f"SELECT key, text FROM answers WHERE key IN ({marks})", [*some]))
-        return texts
+            return _found(connection, keys)
 
-    def begin(self, wanted: Mapping[str, int], most_requests: int | None, most_tokens: int | None) -> list[Ticket]:
-        """Write down requests before they are sent, each by its key with the tokens that it may cost; returns those
-        that the limits allow, in order. Raises LimitError if that is none.
+    def begin(
+        self,
+        wanted: Mapping[str, int],
+        most_requests: int | None,
+        most_tokens: int | None,
+        longest_s: float | None = None,
+    ) -> Begun:
+        """Write down requests before they are sent, each by its key with the tokens that it may cost: those that the
+        limits allow, in order, and that no other thread or process is asking. Raises LimitError if there are none, and
+        nothing is known or busy.
+
+        A request takes `longest_s` at most; None: others do not wait for it.
         """
         tickets: list[Ticket] = []
+        busy = set[str]()
+        why = ""
         with self._transaction() as connection:
-            requests, tokens = connection.execute("SELECT num_requests, num_tokens FROM costs").fetchone()
+            known = _found(connection, list(wanted))
+            so_far = _costs(connection)
+            requests, tokens = so_far.num_requests, so_far.num_tokens
             for key, num_tokens in wanted.items():
+                if key in known:
+                    continue
+                if longest_s is not None and _is_running(connection, key):
+                    busy.add(key)
+                    continue
                 if most_requests is not None and requests + 1 > most_requests:
                     why = f"{requests} of {most_requests} requests (most_requests) are used up"
-                elif most_tokens is not None and tokens + num_tokens > most_tokens:
+                    break
+                if most_tokens is not None and tokens + num_tokens > most_tokens:
                     why = f"{tokens} of {most_tokens} tokens (most_tokens) are used up; one more may cost {num_tokens}"
-                else:
-                    requests, tokens = requests + 1, tokens + num_tokens
-                    values = key, "sent", num_tokens, time.time()
-                    row = "INSERT INTO requests (key, state, num_tokens, created_at) VALUES (?, ?, ?, ?)"
-                    tickets.append(Ticket(int(connection.execute(row, values).lastrowid or 0), key, num_tokens))
-                    continue
-                if not tickets:
-                    raise LimitError(f"{why}, counted in {self.path}; raise the limit, or name another file (answers)")
-                break
+                    break
+                requests, tokens = requests + 1, tokens + num_tokens
+                values = key, "sent", num_tokens, time.time()
+                row = "INSERT INTO requests (key, state, num_tokens, created_at) VALUES (?, ?, ?, ?)"
+                tickets.append(Ticket(int(connection.execute(row, values).lastrowid or 0), key, num_tokens))
+                if longest_s is not None:
+                    values = key, os.getpid(), time.time() + longest_s
+                    connection.execute("INSERT OR REPLACE INTO running VALUES (?, ?, ?)", values)
             connection.execute("UPDATE costs SET num_requests = ?, num_tokens = ?", (requests, tokens))
-        return tickets
+        if why and not (tickets or known or busy):
+            raise LimitError(f"{why}, counted in {self.path}; raise the limit, or name another file (answers)")
+        return Begun(tickets, known, busy)
 
     def end(self, ticket: Ticket, model: str, text: str, num_tokens: int | None) -> str:
         """Store an answer and what it cost, None for what was written down; returns the first answer to this key, which
@@ -156,13 +201,13 @@ class Answers:
     def costs(self) -> Costs:
         """What all requests cost so far, those that run included."""
         with self._transaction() as connection:
-            return Costs(*connection.execute("SELECT num_requests, num_tokens FROM costs").fetchone())
+            return _costs(connection)
 
     def agreement(self, judge: str) -> PeopleAgreement | None:
         """The agreement with people that was measured last for the judge of this identity; None if none was."""
         with self._transaction() as connection:
             row = connection.execute("SELECT facts FROM agreements WHERE judge = ?", (judge,)).fetchone()
-        return None if row is None else PeopleAgreement(**json.loads(row[0]))
+            return None if row is None else PeopleAgreement.of_json(row[0])
 
     def set_agreement(self, judge: str, found: PeopleAgreement) -> None:
         """Store what was measured."""
@@ -175,6 +220,7 @@ class Answers:
         if connection.execute(change, (state, num_tokens, ticket.id)).rowcount:
             more = num_tokens - ticket.num_tokens
             connection.execute("UPDATE costs SET num_tokens = num_tokens + ?", (more,))
+            connection.execute("DELETE FROM running WHERE key = ? AND pid = ?", (ticket.key, os.getpid()))
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -199,6 +245,42 @@ class Answers:
         if self._connection is None or self._pid != os.getpid():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             opened = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+            query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+            if others := {str(name) for (name,) in opened.execute(query)} - _NAMES:
+                opened.close()
+                raise _Damaged(f"it is another database, with {', '.join(sorted(others)[:3])}")
             opened.executescript(_TABLES)
             self._connection, self._pid = opened, os.getpid()
         return self._connection
+
+
+def _found(connection: sqlite3.Connection, keys: Sequence[str]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for start in range(0, len(keys), _CHUNK):
+        some = keys[start : start + _CHUNK]
+        marks = ", ".join("?" * len(some))
+        texts |= dict(connection.execute(f"SELECT key, text FROM answers WHERE key IN ({marks})", [*some]))
+    if not all(isinstance(text, str) for text in texts.values()):
+        raise _Damaged("an answer in it is no text")
+    return texts
+
+
+def _is_running(connection: sqlite3.Connection, key: str) -> bool:
+    """True if a process that is alive asks for `key`, in time."""
+    row = connection.execute("SELECT pid, until_s FROM running WHERE key = ?", (key,)).fetchone()
+    if row is None or row[1] < time.time():
+        return False
+    try:
+        os.kill(row[0], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _costs(connection: sqlite3.Connection) -> Costs:
+    row = connection.execute("SELECT num_requests, num_tokens FROM costs").fetchone()
+    if row is None or not all(isinstance(one, int) and one >= 0 for one in row):
+        raise _Damaged("its costs are damaged")
+    return Costs(*row)

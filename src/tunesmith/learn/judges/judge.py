@@ -15,7 +15,7 @@ from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.schema.records import Preference, Text
 from tunesmith.collect.store.content import encode_json
-from tunesmith.learn.judges.answers import Answers, LimitError, PeopleAgreement, Ticket
+from tunesmith.learn.judges.answers import Answers, Begun, LimitError, PeopleAgreement, Ticket
 from tunesmith.learn.judges.asking import Asker, AwayError, FatalError, RefusedError, Reply
 from tunesmith.learn.judges.rubric import (
     EVEN,
@@ -32,6 +32,8 @@ _log = get_logger(__name__)
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 _SIGNALS_S = 0.2
+_BUSY_S = 0.1
+_MORE_S = 5.0  # than its timeout, until a request is stored
 _MAX_REFUSED = 8
 """Questions in a row that a server refuses before it is asked no more."""
 
@@ -306,11 +308,15 @@ class Judge:
                 shared.stop.wait(left_s)
                 continue
             try:
-                tickets = self._begin(batch)
+                begun = self._begin(batch)
             except LimitError as error:
                 return dict.fromkeys(batch, shared.end(Unjudged("limit", str(error))))
+            if not (begun.tickets or begun.known):
+                shared.stop.wait(_BUSY_S)
+                continue
+            answered: dict[str, str | Unjudged] = {**begun.known}
             try:
-                answered = self._answer({one: batch[one.key].question for one in tickets}, seed)
+                answered |= self._answer({one: batch[one.key].question for one in begun.tickets}, seed)
             except AwayError as error:
                 if why := self._gave_up(error, shared, waited):
                     return dict.fromkeys(batch, shared.end(why))
@@ -328,12 +334,15 @@ class Judge:
             rest = {key: question for key, question in batch.items() if key not in answered}
             return answered if not rest else answered | self._ask(rest, seed, shared)
 
-    def _begin(self, batch: "Mapping[str, _Priced]") -> list[Ticket]:
-        wanted = {key: one.most_tokens for key, one in batch.items()}
-        return self.answers.begin(wanted, self.settings.most_requests, self.settings.most_tokens)
+    def _begin(self, batch: "Mapping[str, _Priced]") -> Begun:
+        wanted, cfg = {key: one.most_tokens for key, one in batch.items()}, self.settings
+        longest_s = cfg.timeout_s + _MORE_S if self._asker.can_wait else None
+        return self.answers.begin(wanted, cfg.most_requests, cfg.most_tokens, longest_s)
 
     def _answer(self, asked: Mapping[Ticket, Question], seed: int) -> "dict[str, str | Unjudged]":
         """The answers of one request, stored. Errors as those of `Asker.ask`."""
+        if not asked:
+            return {}
         try:
             with self._slots:
                 replies: Sequence[Reply] = self._asker.ask(list(asked.values()), seed)

@@ -18,6 +18,7 @@ FIRST, SECOND, EVEN = "A", "B", "C"
 
 _MARKED = re.compile(r"\[\[\s*([^\[\]]{1,20}?)\s*\]\]")
 _THOUGHTS = re.compile(r"\A.*</think(?:ing)?>", re.DOTALL)
+_UNFINISHED = re.compile(r"\s*<think(?:ing)?>")
 _LAST_WORD = re.compile(r"(?:verdict|answer|grade|rating|score)\W{1,10}([\w./]{1,20})\W*\Z", re.IGNORECASE)
 _ROUND = " \t\r\n.,;:!*\"'`()[]"
 
@@ -42,7 +43,7 @@ class Question:
             "seed": seed,
             "options": settings.options,
         }
-        return hashlib.sha256(encode_json(given).encode()).hexdigest()
+        return hashlib.sha256(encode_json(given).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def pair_question(settings: JudgeSettings, prompt: Text, first: str, second: str, where: str = "") -> Question:
@@ -124,6 +125,8 @@ def _said(answer: str) -> list[str]:
     as "Verdict: A". Thoughts at the beginning do not count.
     """
     answer = _THOUGHTS.sub("", answer)
+    if _UNFINISHED.match(answer):  # its limit came first, so it may have thought of either
+        return []
     if marked := _MARKED.findall(answer):
         return marked
     whole = answer.strip(_ROUND)

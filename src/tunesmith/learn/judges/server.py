@@ -1,14 +1,13 @@
 """A judge behind OpenAI's API, over HTTP: what it answers, and the faults of servers that pass or that do not."""
 
 import email.utils
-import json
 import time
 from collections.abc import Sequence
 from typing import Any, cast
 
 from tunesmith.base.config.judge import JudgeSettings
-from tunesmith.base.core.errors import InputError
-from tunesmith.base.core.http import HTTPClient, LostError, Response
+from tunesmith.base.core.http import HTTPClient, LostError, Response, checked_key
+from tunesmith.base.core.log import one_line
 from tunesmith.learn.judges.asking import AwayError, FatalError, RefusedError, Reply
 from tunesmith.learn.judges.rubric import Question
 
@@ -19,6 +18,12 @@ _TOKENS_OF_TURN = 64
 
 _MAX_SHOWN = 200
 
+_MAX_BYTES = 1 << 24
+"""Of an answer to one question."""
+
+_MOST_COUNTED = 1 << 40
+"""Tokens of a request beyond which a server's count is no count."""
+
 
 class ServerAsker:
     """Asks the model of a server. `settings.model` is its address."""
@@ -27,11 +32,9 @@ class ServerAsker:
     can_wait = True
 
     def __init__(self, settings: JudgeSettings) -> None:
-        try:
-            self._client = HTTPClient(settings.model, settings.timeout_s)
-        except ValueError as error:
-            raise InputError(f"the judge's model is {error}") from error
+        self._client = HTTPClient(settings.model, settings.timeout_s, _MAX_BYTES)
         self._settings = settings
+        self._key = checked_key(settings.key, settings.key_variable)
         self._path = self._client.path.removesuffix("/v1") + "/v1"
         self._model = settings.served_model
         self.num_threads = settings.concurrency
@@ -44,7 +47,7 @@ class ServerAsker:
             try:
                 self._model = str(said["data"][0]["id"])
             except (LookupError, TypeError) as error:
-                raise AwayError(f"{self._settings.model} lists no model: {str(said)[:_MAX_SHOWN]}") from error
+                raise AwayError(f"{self._settings.model} lists no model: {_shown(said)}") from error
         return self._model
 
     @property
@@ -75,7 +78,7 @@ class ServerAsker:
             (choice,) = answer["choices"]  # one was asked for: two are no answer to this request
             text = choice["message"]["content"]
         except (LookupError, TypeError, ValueError) as error:
-            raise AwayError(f"it answered without one choice: {str(answer)[:_MAX_SHOWN]}") from error
+            raise AwayError(f"it answered without one choice: {_shown(answer)}") from error
         if not isinstance(text, str):  # a model that thought until its limit says nothing
             text = ""
         return [Reply(text.encode("utf-8", "replace").decode(), _tokens_of(answer))]
@@ -86,22 +89,24 @@ class ServerAsker:
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
         try:
-            response = self._client.send(method, self._path + path, body, self._settings.key)
+            response = self._client.send(method, self._path + path, body, self._key)
         except LostError as error:
             raise AwayError(f"{self._settings.model}: {error}", was_sent=error.was_sent) from error
-        if response.status == 200:
+        if 200 <= response.status < 300:
             try:
-                return json.loads(response.text)
+                return response.json()
             except ValueError as error:
-                raise AwayError(f"it answered what is no JSON: {response.text[:_MAX_SHOWN]}") from error
+                raise AwayError(f"it answered what is no JSON: {_shown(response.text)}") from error
         raise self._error(response, path)
 
     def _error(self, response: Response, path: str) -> Exception:
-        shown = " ".join(response.text.split())[:_MAX_SHOWN]
-        said = f"{self._settings.model} answers {response.status} to {path}: {shown}"
+        said = f"{self._settings.model} answers {response.status} to {path}: {_shown(response.text)}"
+        if 300 <= response.status < 400:  # the key is for this address alone
+            named = response.headers.get("location", "")
+            return FatalError(f"{said}; it sends on to {_shown(named) or 'no place'}: give the address that answers")
         if response.status in _FATAL:
             variable = self._settings.key_variable
-            told = f"; its key is read from {variable}, which is {'set' if self._settings.key else 'not set'}"
+            told = f"; its key is read from {variable}, which is {'set' if self._key else 'not set'}"
             return FatalError(said + (told if response.status in (401, 403) else ""))
         if response.status in _AWAY or response.status >= 500:
             return AwayError(said, is_refused=True, wait_s=_wait_of(response))
@@ -116,7 +121,13 @@ def _tokens_of(answer: Any) -> int | None:
     if total is None and {"prompt_tokens", "completion_tokens"} <= counted.keys():
         parts = [counted["prompt_tokens"], counted["completion_tokens"]]
         total = sum(part for part in parts if isinstance(part, int))
-    return total if isinstance(total, int) and total >= 0 else None
+    is_count = isinstance(total, int) and not isinstance(total, bool) and 0 <= total < _MOST_COUNTED
+    return total if is_count else None
+
+
+def _shown(value: object) -> str:
+    """The beginning of what a server said, for a message."""
+    return one_line(str(value)[: 4 * _MAX_SHOWN])[:_MAX_SHOWN]
 
 
 def _wait_of(response: Response) -> float:

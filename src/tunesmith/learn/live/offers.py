@@ -106,7 +106,8 @@ class Offers:
         if self.selection is None:
             return [(group, pair, "random") for group in groups for pair in _pairs(group.completions, version)]
         order = items_at(seed, 0, len(groups), len(groups))
-        middle = round(self.selection.section.random_share * len(groups))
+        # Rounded up or down by chance: of few prompts the share is kept over the rounds.
+        middle = int(self.selection.section.random_share * len(groups) + derive(seed, "random share") / 2**63)
         at_random, selected = ([groups[index] for index in part] for part in (order[:middle], order[middle:]))
         random_pairs = [(group, pair, "random") for group in at_random for pair in _pairs(group.completions, version)]
         made = [[_candidate(one, version) for one in group.completions] for group in selected]

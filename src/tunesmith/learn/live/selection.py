@@ -214,8 +214,8 @@ def _by_value(
     z_MF = beliefs.whitened(difference_MF)
     mean_M = difference_MF @ beliefs.mode_F
     p_M = torch.sigmoid(mean_M)
-    covariance_MM = z_MF @ z_MF.T
-    margin_M = section.width * covariance_MM.diagonal().clamp(min=0).sqrt()
+    variance_M = z_MF.square().sum(1)
+    margin_M = section.width * variance_M.sqrt()
     fisher_M = p_M * (1 - p_M)
     fixed = {
         "infomax": torch.sigmoid(mean_M + margin_M) - torch.sigmoid(mean_M - margin_M),
@@ -229,7 +229,7 @@ def _by_value(
     chosen: list[Chosen] = []
     while bool(free_M.any()):
         if section.method == "d_optimal":
-            value_M = 0.5 * torch.log1p(fisher_M * covariance_MM.diagonal().clamp(min=0))
+            value_M = 0.5 * torch.log1p(fisher_M * variance_M)
         else:
             value_M = fixed[section.method]
         best = int(torch.where(free_M, value_M, -math.inf).argmax())
@@ -238,7 +238,10 @@ def _by_value(
         for answer in pair:
             free_M[members[prompt, answer]] = False
         if section.method == "d_optimal":  # what a vote on this pair would leave of the others' covariances
-            column_M = covariance_MM[:, best].clone()
-            weight = fisher_M[best] / (1 + fisher_M[best] * column_M[best])
-            covariance_MM -= weight * torch.outer(column_M, column_M)
+            covariance_M = z_MF @ z_MF[best]
+            weight = fisher_M[best] / (1 + fisher_M[best] * variance_M[best])
+            # (I - share b b') (I - share b b')' = I - weight b b', with b = z_MF[best]: sizes of pairs alone are kept.
+            share = weight / (1 + (1 - weight * variance_M[best]).sqrt())
+            z_MF = z_MF - share * torch.outer(covariance_M, z_MF[best])
+            variance_M = z_MF.square().sum(1)
     return chosen

@@ -1,8 +1,9 @@
 """The weight that a vote has in training by what the votes say of its rater: `pairs.raters: estimated`.
 
 A vote that is right with the probability q weighs 2 q - 1, which is the slope of its log-likelihood at equal rewards
-(Chen et al. 2013, equation 4). If q is below 1/2, its answers are exchanged, and it weighs 1 - 2 q. Weights have the
-mean 1, so that those of equally good raters change nothing.
+(Chen et al. 2013, equation 4). If the rater is surely below 1/2, its answers are exchanged, and it weighs 1 - 2 q; one
+who may be on either side weighs nothing where q is below 1/2. Weights have the mean 1, so that those of equally good
+raters change nothing.
 """
 
 from collections.abc import Hashable, Sequence
@@ -49,6 +50,8 @@ class VotesOfRaters:
         """
         places = [place for place, row in enumerate(rows) if isinstance(row, Pair) and not row.tie]
         pairs = [row for row in rows if isinstance(row, Pair) and not row.tie]
+        if not pairs:  # ties alone
+            return rows
         if not any(pair.prompt.columns.get("rater") for pair in pairs):
             raise DataError(
                 "pairs.raters is estimated, but no row says who voted in a column `rater`, as the files of "
@@ -57,7 +60,7 @@ class VotesOfRaters:
         raters: dict[Hashable, int] = {}
         votes = _arrays(pairs, raters)
         self.found, self.names = reliabilities(votes, _guess(pairs, votes)), list(raters)
-        weight_N = 2 * self.found.confidence_N - 1
+        weight_N = self.found.weight_N
         size = float(np.abs(weight_N).mean())
         if size == 0:
             raise DataError("the votes say nothing by what is known of their raters; set pairs.raters: equal")

@@ -1,7 +1,6 @@
 """A vLLM server, or another that speaks OpenAI's completions protocol with token ids, over HTTP."""
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.base.core.errors import InputError
-from tunesmith.base.core.http import HTTPClient, LostError
+from tunesmith.base.core.http import HTTPClient, LostError, checked_key
 from tunesmith.engine.rollout.remote.connection import PLAIN, Drawn, Job, TransientError, checked
 
 API_KEY = "TUNESMITH_SERVER_KEY"
@@ -36,6 +35,7 @@ class Server:
             self._client = HTTPClient(url, timeout_s)
         except ValueError as error:
             raise InputError(f"rollout.server_url is {error}") from error
+        self._key = checked_key(os.environ.get(API_KEY, ""), API_KEY)
         self.name = f"the server {url}"
         self.dtype: str | None = None
         self._path = self._client.path.removesuffix("/v1")
@@ -176,7 +176,7 @@ class Server:
         """
         where = f"{method} {path.partition('?')[0]}"
         try:
-            response = self._client.send(method, self._path + path, body, os.environ.get(API_KEY, ""))
+            response = self._client.send(method, self._path + path, body, self._key)
         except LostError as error:
             raise TransientError(f"{where}: {error}") from error
         status, text = response.status, response.text
@@ -188,6 +188,6 @@ class Server:
         if status >= 400:
             raise RefusedError(f"{self.name}: {said}")
         try:
-            return json.loads(text) if text.strip() else None
+            return response.json() if text.strip() else None
         except ValueError as error:
             raise TransientError(f"{where} answered what is no JSON: {text[:200]}") from error
