@@ -10,6 +10,7 @@ from tunesmith.engine.models.export import save_merged
 from tunesmith.engine.models.gguf_out.about import about_run
 from tunesmith.engine.models.gguf_out.file import stop_ids, write_gguf, write_lora_gguf
 from tunesmith.engine.models.gguf_out.modelfile import modelfile
+from tunesmith.engine.models.gguf_out.writing import write_beside
 from tunesmith.engine.models.load import load_tokenizer
 
 
@@ -54,5 +55,5 @@ def export_gguf(
         num_bytes = write_gguf(final, file, kind, about, replaces=replaces)
     tokenizer = load_tokenizer(final, about.name)
     stops = [str(tokenizer.convert_ids_to_tokens(index)) for index in stop_ids(final, tokenizer)]
-    beside.write_text(modelfile(file.name, tokenizer, stops, about.license), encoding="utf-8")
+    write_beside(beside, modelfile(file.name, tokenizer, stops, about.license))
     return Left(file, beside, num_bytes)

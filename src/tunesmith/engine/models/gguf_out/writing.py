@@ -50,6 +50,23 @@ def writing(file: Path, arch: str, num_bytes: int, *, replaces: bool) -> Iterato
         raise ModelError(f"cannot write {file} ({reason}); free some space, or give another place") from error
 
 
+def write_beside(file: Path, text: str) -> None:
+    """Write a text file, which appears when it is complete and takes the place of another.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    aside = file.with_name(f".{file.name}-new")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        sync(aside)
+        os.replace(aside, file)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        reason = error.strerror or error
+        raise ModelError(f"cannot write {file} ({reason}); free some space, or give another place") from error
+
+
 def begin_data(writer: gguf.GGUFWriter) -> None:
     """Write all but the weights, which come next, one by one."""
     writer.write_header_to_file()
