@@ -73,7 +73,7 @@ def test_the_table_of_layers_in_contributing_is_what_the_linter_checks():
             assert [set(re.findall(r"`(\w+)`", layer)) for layer in folders.split(", ")] == layers(name)
 
 
-IMPORTED_BY_NAME = {"gguf", "accelerate", "datasets", "pyarrow", "tensorboard", "psycopg", *KINDS}
+IMPORTED_BY_NAME = {"accelerate", "datasets", "pyarrow", "tensorboard", "psycopg", *KINDS}
 """Modules that no import statement names, so that the linter sees none; tests/outside/test_install.py does without."""
 
 

@@ -1,4 +1,4 @@
-"""`tunesmith export`: the trained model of a run as a folder of its own, that plain `from_pretrained` loads."""
+"""`tunesmith export`: the trained model of a run as a folder that plain `from_pretrained` loads, or as a GGUF file."""
 
 import json
 import os
@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tunesmith.apps.cli.options import Positional, flag, parse
-from tunesmith.apps.cli.output import reporting
+from tunesmith.apps.cli.output import Output, reporting
 from tunesmith.base.core.errors import InputError, RunError
+from tunesmith.base.core.extras import naming_extras
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
@@ -22,11 +23,19 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """Copy the trained model of a run to a folder that plain `from_pretrained` loads, or adapters to one that PEFT
-    loads. Nothing is overwritten.
+    loads; or write a GGUF file for llama.cpp and a Modelfile for Ollama. Nothing is overwritten.
     """
 
     run: Annotated[str, Positional, flag("A run folder.", "RUN")]
-    dest: Annotated[str, Positional, flag("New or empty folder.", "DEST")]
+    dest: Annotated[str, Positional, flag("New or empty folder; for GGUF a file or folder, or RUN/gguf.", "DEST")] = ""
+    format: Annotated[Literal["folder", "gguf"], flag("What is written.")] = "folder"
+    type: Annotated[
+        Literal["bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"],
+        flag("Of the weights in a GGUF file."),
+    ] = "bf16"
+    lora: Annotated[bool, flag("Adapters as a LoRA GGUF; without it, merged into their base.")] = False
+    license: Annotated[str, flag("Licence in a GGUF file; without it, the base model's, if it is known.", "NAME")] = ""
+    overwrite: Annotated[bool, flag("Replace a GGUF file and its Modelfile.")] = False
     merge: Annotated[bool, flag("Put adapters into the weights of their base: a plain model.")] = False
     trust_remote_code: Annotated[bool, flag("With --merge, run code that the base brings along.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
@@ -41,6 +50,10 @@ def export(words: Sequence[str]) -> None:
         source = final_folder(Path(options.run).expanduser())
         check_layout(source)
         dest = Path(options.dest).expanduser()
+        if options.format == "gguf":
+            _export_gguf(options, dest, output)
+            return
+        check_folder_options(options)
         check_dest(source, dest)
         if options.merge:
             from tunesmith.engine.models.export import save_merged
@@ -51,6 +64,38 @@ def export(words: Sequence[str]) -> None:
         num_bytes = folder_bytes(dest)
         output.say(f"{dest}  {num_bytes / 1e6:.1f} MB")
         output.finish({"source": source, "dest": dest, "num_bytes": num_bytes})
+
+
+def check_folder_options(options: ExportOptions) -> None:
+    """Raise InputError if DEST is missing, or an option of GGUF files is given for a folder."""
+    if not options.dest:
+        raise InputError("export needs a new or empty folder: tunesmith export RUN DEST")
+    plain = ExportOptions(run="")
+    for name in ("type", "lora", "license", "overwrite"):
+        if getattr(options, name) != getattr(plain, name):
+            raise InputError(f"--{name} is for GGUF files; add --format gguf, or leave it out")
+
+
+def _export_gguf(options: ExportOptions, dest: Path, output: Output) -> None:
+    if options.merge or options.trust_remote_code:
+        raise InputError("a GGUF file has adapters merged without --merge, and no code; leave these flags out")
+    run = Path(options.run).expanduser()
+    with naming_extras():
+        from tunesmith.engine.models.gguf_out.leave import export_gguf
+    left = export_gguf(
+        run,
+        dest if options.dest else run / "gguf",
+        options.type,
+        lora=options.lora,
+        license=options.license,
+        replaces=options.overwrite,
+    )
+    output.say(f"{left.file}  {left.num_bytes / 1e6:.1f} MB")
+    if left.modelfile is not None:
+        output.say(f"{left.modelfile}  for `ollama create NAME -f {left.modelfile}`")
+    output.finish(
+        {"source": run / "final", "dest": left.file, "modelfile": left.modelfile, "num_bytes": left.num_bytes}
+    )
 
 
 def final_folder(run: Path) -> Path:

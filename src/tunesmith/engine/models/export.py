@@ -110,8 +110,8 @@ def render_card(card: ModelCard, model: PreTrainedModel) -> str:
         "pipeline_tag": "text-classification" if is_classifier else "text-generation",
         "tags": ["tunesmith", "rlhf", card.algorithm.lower().replace(" ", "-")],
     }
-    if hub_id := _hub_id(card.base_model):
-        front["base_model"] = hub_id
+    if named := hub_id(card.base_model):
+        front["base_model"] = named
     auto_class = "SequenceClassification" if is_classifier else "CausalLM"
     auto_class = f"AutoPeftModelFor{auto_class}" if is_adapter else f"AutoModelFor{auto_class}"
     imports = f"from transformers import {auto_class}, AutoTokenizer"
@@ -161,7 +161,7 @@ def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
         model.config.use_cache = use_cache
 
 
-def _hub_id(name: str) -> str | None:
+def hub_id(name: str) -> str | None:
     """The hub id of `name` if it has one: the hub links a card to it, and rejects a local path there."""
     if name == SMOLLM2:
         return SMOLLM2_HUB_ID

@@ -156,7 +156,7 @@ def load_reward_model(
     Raises:
         ModelError: `name` needs such code, is not a sequence classifier, or has several labels and none was chosen.
     """
-    if _is_built_in_code(name):
+    if is_built_in(name):
         raise ModelError(f"{name!r} has no trained reward head; give a run folder, a local folder or a hub id")
     dtype = dtype or compute_dtype("auto", device)
     folder = find_folder(name, how_to_trust=_TRUST_REWARD)
@@ -269,7 +269,8 @@ def compute_dtype(requested: str, device: str | torch.device = "cpu") -> torch.d
     return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 
-def _is_built_in_code(name: str) -> bool:
+def is_built_in(name: str) -> bool:
+    """True for a model without files: `scratch`, or `tiny:<family>`."""
     return name == "scratch" or name.startswith(_TINY)
 
 
@@ -318,7 +319,7 @@ def _locate(section: ModelSection) -> _Located:
 
 
 def _folder_of(section: ModelSection) -> Path | None:
-    if _is_built_in_code(section.name):
+    if is_built_in(section.name):
         return None
     return find_folder(section.name, trust_remote_code=section.trust_remote_code)
 
@@ -367,7 +368,7 @@ def _classifier(located: _Located, dtype: torch.dtype) -> tuple[PreTrainedModel,
 def _as_base(section: ModelSection) -> lora.AdapterBase:
     """The name of the base, as stored with adapters; paths are absolute."""
     path = Path(section.name).expanduser()
-    has_path = not _is_built_in_code(section.name) and section.name != assets.SMOLLM2 and path.exists()
+    has_path = not is_built_in(section.name) and section.name != assets.SMOLLM2 and path.exists()
     return lora.AdapterBase(str(path.resolve()) if has_path else section.name, section.seed)
 
 

@@ -1,0 +1,1 @@
+"""Models as GGUF files, which llama.cpp, Ollama and LM Studio read."""
