@@ -7,7 +7,8 @@ import pytest
 
 from tunesmith.base.core.errors import MissingDependencyError, RunError
 from tunesmith.base.runs.environment import cpu_flags, environment, peak_rss_gb, rss_gb, usable_cores
-from tunesmith.base.runs.folder import RunFolder, read_jsonl
+from tunesmith.base.runs.folder import RunFolder, add_row, read_jsonl
+from tunesmith.base.runs.listing import read_rows
 from tunesmith.base.runs.progress import format_rate, progress
 from tunesmith.base.runs.trackers import check_trackers, tracking
 
@@ -75,3 +76,13 @@ def test_progress_writes_plain_lines_where_there_is_no_terminal(capsys: pytest.C
     with progress("train", 2, enabled=False) as reporter:
         reporter.update(2)
     assert capsys.readouterr().err == ""
+
+
+def test_a_line_behind_one_that_a_kill_cut_off_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    add_row(path, {"a": 1, "b": float("nan")})
+    add_row(path, {"a": 2})
+    assert read_jsonl(path) == [{"a": 1, "b": None}, {"a": 2}]
+    path.write_text(path.read_text()[:-4])
+    add_row(path, {"a": 3})
+    assert read_rows(path) == [{"a": 1, "b": None}, {"a": 3}]

@@ -197,10 +197,10 @@ def benchmarks(words: Sequence[str]) -> None:
             trust_remote_code=options.trust_remote_code,
             shows_progress=wants_progress(),
         )
-        report = keep(run, found) if is_run(run) else None
         table = benchmark_table(found.to_json())
         output.say(f"{table.caption}\n")
         output.table([table.columns, *table.rows])
+        report = keep(run, found) if is_run(run) else None
         if report:
             output.say(f"\nreport   {report}")
         output.finish({**found.to_json(), "report": report})

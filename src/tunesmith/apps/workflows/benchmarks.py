@@ -1,6 +1,5 @@
 """`tunesmith eval`: lm-eval's tasks for a model and the one that it was trained from, kept with the run."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,6 +9,7 @@ from typing import Literal
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.runs.environment import package_version
+from tunesmith.base.runs.folder import add_row
 from tunesmith.base.runs.listing import is_run, number, read_object
 from tunesmith.engine.models.load import load_policy
 from tunesmith.integrations.lm_eval.model import TunesmithLM
@@ -80,8 +80,14 @@ def run_benchmarks(
     return Benchmarks(after, before, None if steps is None else int(steps), settings, rows)
 
 
-def keep(run: Path, found: Benchmarks) -> Path:
-    """Add the figures to the run in the folder `run`, and write its report again; returns the report's path."""
-    with (run / FILE).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(found.to_json(), allow_nan=False) + "\n")
-    return write_run_report(run)
+def keep(run: Path, found: Benchmarks) -> Path | None:
+    """Add the figures to the run in the folder `run`, and write its report again; returns the report's path.
+
+    None, with a warning, if they cannot be written: they took long, and are there to be printed.
+    """
+    try:
+        add_row(run / FILE, found.to_json())
+        return write_run_report(run)
+    except OSError as error:
+        _log.warning("the figures or the report cannot be kept in %s: %s", run, error.strerror or error)
+        return None

@@ -226,6 +226,16 @@ def read_jsonl(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
+def add_row(path: Path, row: Mapping[str, object]) -> None:
+    """Add one line to a JSONL file, which is made if there is none. A line before it that a kill has cut off stays one
+    of its own. Raises OSError.
+    """
+    line = json.dumps(finite(row), ensure_ascii=False) + "\n"
+    with path.open("a+b") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        file.write(("" if file.read(1) in (b"", b"\n") else "\n").encode() + line.encode())
+
+
 def finite(value: object) -> object:
     """`value` with numbers that JSON cannot hold replaced by None, also inside of containers."""
     if isinstance(value, float):
