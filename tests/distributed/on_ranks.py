@@ -117,13 +117,17 @@ def _one(cfg: Recipe, inputs: Inputs) -> RunResult:
     return lead(cfg, inputs, None, partial(open_session, cfg, provenance=None, show_progress=False))
 
 
+_PATIENCE_S = 300.0
+"""For another rank. On a busy machine 60 s were too few: rank 0 alone writes checkpoints and reports."""
+
+
 def trained(num_ranks: int, runs: Runs, dtype: torch.dtype | None = None, **scale: Any) -> list[RunResult]:
     """The results of `runs` by `num_ranks` processes."""
-    with ranks_of(ScaleSection(ranks=num_ranks, rank_timeout_s=60, **scale), partial(several, runs, dtype)):
+    with ranks_of(ScaleSection(ranks=num_ranks, rank_timeout_s=_PATIENCE_S, **scale), partial(several, runs, dtype)):
         return several(runs, dtype)
 
 
-def on_ranks(num_ranks: int, work: Callable[[], Any], timeout_s: float = 60, **scale: Any) -> Any:
+def on_ranks(num_ranks: int, work: Callable[[], Any], timeout_s: float = _PATIENCE_S, **scale: Any) -> Any:
     """The result of `work()` on rank 0, while each other rank calls it too."""
     with ranks_of(ScaleSection(ranks=num_ranks, rank_timeout_s=timeout_s, **scale), work):
         return work()

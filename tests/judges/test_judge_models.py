@@ -162,8 +162,19 @@ def test_a_reward_at_its_limit_follows_its_policy(judge_of: JudgeMaker, server: 
     assert server.num_requests <= 3
     scores = Scorer([RewardSource(source=f"judge:{settings}", on_error="zero")]).score(groups)
     assert scores.metrics()["rewards/num_failed"] == 2 and server.num_requests <= 3
-    with pytest.raises(RewardError, match="is a judge, which takes no label and no workers"):
-        Scorer([RewardSource(source=f"judge:{settings}", label=1, workers=2)])
+    with pytest.raises(RewardError, match="is a judge, which takes no label and no pessimism and no workers"):
+        Scorer([RewardSource(source=f"judge:{settings}", label=1, workers=2, pessimism=1.0)])
+
+
+def test_a_password_in_an_address_comes_into_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    source = "judge:http://me:very-secret@127.0.0.1:1"
+    training = ["train", "grpo", "--model", "tiny:llama", "--reward", source, "--prompts", "films", "--steps", "1"]
+    comparing = ["compare", "--before", "tiny:llama", "--after", "tiny:llama", "--scorer", source, "--prompts", "films"]
+    for words in ([*training, "--run.dir", str(tmp_path / "runs")], comparing):
+        assert main(words) == 2
+        told = "".join(capsys.readouterr())
+        assert "an address with a user or a password" in told and "secret" not in told
+    assert not (tmp_path / "runs").exists()
 
 
 def test_training_by_a_judge_goes_on_without_asking_again(server: JudgeServer, tmp_path: Path):

@@ -19,6 +19,7 @@ from tunesmith.apps.cli.options import (
     parse_with_environment,
 )
 from tunesmith.apps.cli.output import reporting, wants_progress
+from tunesmith.base.config.judge import is_judge, judge_settings
 from tunesmith.base.config.sections import RewardSource
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.system import keep_freed_memory
@@ -90,6 +91,8 @@ def _scorer_of(options: CompareOptions) -> RewardSource | None:
     if pessimism != "worst" and not 0 <= pessimism < inf:
         raise InputError(f"--pessimism is {given}; give a number from 0 on, or worst")
     if options.scorer is not None:
+        if is_judge(options.scorer):
+            judge_settings(options.scorer)
         return RewardSource(source=options.scorer, pessimism=pessimism)
     if pessimism != 0:
         raise InputError(f"--pessimism is {given}, but no reward model is named; name it with --scorer")

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+from tunesmith.base.core.http import problem_of_address
 from tunesmith.base.core.seeds import LARGEST_SEED
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -508,6 +509,14 @@ class RewardSource(Section):
     """Processes that call a function or a reward model, each with whole groups; 0: the training's own process. For
     functions that compute for long in Python, and judge a completion without the other groups; and for models that
     score beside the drawing (`rollout.score_while_drawing`), each process with a copy."""
+
+    @field_validator("source")
+    @classmethod
+    def _check_address(cls, given: str) -> str:
+        # The recipe is kept in the run folder and shown.
+        if given.lower().startswith("judge:http") and (problem := problem_of_address(given.partition(":")[2])):
+            raise ValueError(f"the judge's address is {problem}")
+        return given
 
 
 class EvaluationSection(Section):

@@ -330,14 +330,13 @@ class _Strengths:
         first_J, second_J = np.searchsorted(self._kept, [self._first_J, self._second_J])
         size = len(self._kept)
         strength_A, chance_J = self.strength_A[self._kept], chance_I[self._item_J]
-        places = np.concatenate([first_J, second_J]), np.concatenate([second_J, first_J])
+        places = np.concatenate([first_J * size + second_J, second_J * size + first_J])
         covariance_AA = np.eye(size)
         for _ in range(8):
             won_J = _sigmoid(strength_A[first_J] - strength_A[second_J])
             weight_J = won_J * (1 - won_J)
             # The rows of items hold 1 for one answer and -1 for another: a matrix of them is nowhere.
-            information_AA = np.zeros((size, size))
-            np.subtract.at(information_AA, places, np.tile(weight_J, 2))
+            information_AA = -np.bincount(places, np.tile(weight_J, 2), size * size).reshape(size, size)
             information_AA[np.diag_indices(size)] = 1 / STRENGTH_STD**2 - information_AA.sum(axis=1)
             covariance_AA = np.linalg.inv(information_AA)
             error_A = np.bincount(first_J, chance_J - won_J, size) - np.bincount(second_J, chance_J - won_J, size)

@@ -121,8 +121,9 @@ def _tokens_of(answer: Any) -> int | None:
     if total is None and {"prompt_tokens", "completion_tokens"} <= counted.keys():
         parts = [counted["prompt_tokens"], counted["completion_tokens"]]
         total = sum(part for part in parts if isinstance(part, int))
-    is_count = isinstance(total, int) and not isinstance(total, bool) and 0 <= total < _MOST_COUNTED
-    return total if is_count else None
+    if not isinstance(total, int) or isinstance(total, bool):
+        return None
+    return total if 0 <= total < _MOST_COUNTED else None
 
 
 def _shown(value: object) -> str:

@@ -172,6 +172,7 @@ def judge_reward(section: RewardSource, policy: Policy) -> JudgeReward:
         "arguments": bool(section.arguments),
         "label": section.label is not None,
         "transform": section.transform != "raw",
+        "pessimism": section.pessimism != 0,
         "timeout_s": section.timeout_s is not None,
         "workers": bool(section.workers),
     }
