@@ -17,6 +17,7 @@ Uses numpy only. Shape suffixes: N votes, I items, W raters, A answers, P parame
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -468,8 +469,8 @@ def _covariances(votes: PairVotes, fit: _Fit) -> np.ndarray:
         # Added up first: raters may have judged an item many times.
         own_W, place_N = np.unique(votes.rater_N[own_N], return_inverse=True)
         sums_W2 = np.stack([np.bincount(place_N, gradient_N2[own_N, rate], len(own_W)) for rate in (0, 1)], axis=1)
-        places = (2 * own_W[:, None] + [0, 1]).ravel()
-        information_PP[np.ix_(places, places)] -= unsure * np.outer(sums_W2, sums_W2)
+        places: Any = np.add.outer(2 * own_W, np.arange(2)).ravel()
+        information_PP[places[:, None], places] -= unsure * np.outer(sums_W2, sums_W2)
     covariance_PP = np.linalg.inv(_positive(information_PP))
     return np.stack([covariance_PP[2 * one : 2 * one + 2, 2 * one : 2 * one + 2] for one in range(num)])
 

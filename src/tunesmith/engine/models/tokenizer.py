@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Literal, cast
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.schema.records import Demonstration, Message, Prompt, Text
@@ -273,8 +273,12 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """End-of-sequence ids: of the model's generation config (often several), else the tokenizer's."""
-    generation_config = getattr(model, "generation_config", None)
-    ids = generation_config.eos_token_id if generation_config else None
+    return configured_stop_ids(getattr(model, "generation_config", None), tokenizer)
+
+
+def configured_stop_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """End-of-sequence ids of a generation config, else the tokenizer's."""
+    ids: int | Sequence[int] | None = config.eos_token_id if config else None
     ids = _special_id(tokenizer.eos_token_id) if ids is None else ids
     if ids is None:
         return ()

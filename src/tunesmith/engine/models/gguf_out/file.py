@@ -34,7 +34,7 @@ from tunesmith.engine.models.load import find_folder, is_built_in, load_policy, 
 from tunesmith.engine.models.loaded import LIBRARY_ERRORS, quiet_transformers
 from tunesmith.engine.models.lora import has_transposed_weights
 from tunesmith.engine.models.reader import describe
-from tunesmith.engine.models.tokenizer import stop_token_ids
+from tunesmith.engine.models.tokenizer import configured_stop_ids
 
 TYPES: Mapping[str, tuple[Kind, LlamaFileType]] = {
     "bf16": (Kind.BF16, LlamaFileType.MOSTLY_BF16),
@@ -131,7 +131,7 @@ def write_lora_gguf(folder: Path, file: Path, about: About, *, replaces: bool = 
         ModelError: as of `write_gguf`; the adapters are DoRA, or have several scales.
     """
     name = about.name
-    values = check_adapter_folder(folder, name)[CONFIG_FILE]
+    values = cast(dict[str, Any], check_adapter_folder(folder, name)[CONFIG_FILE])
     if is_reward_adapter(folder, name):
         raise ModelError(f"{name} holds the adapters of a reward model, which llama.cpp does not run")
     if values.get("use_dora") or values.get("rank_pattern") or values.get("alpha_pattern"):
@@ -322,11 +322,10 @@ def _add_vocabulary(
 
 def stop_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end a text, that which closes the turn of a chat first."""
-    holder = type("Model", (), {"generation_config": None})()
-    if (folder / "generation_config.json").is_file():
-        holder.generation_config = GenerationConfig.from_pretrained(folder)
+    has_config = (folder / "generation_config.json").is_file()
+    config = GenerationConfig.from_pretrained(folder) if has_config else None
     closing = closing_of(tokenizer).token_id if tokenizer.chat_template else None
-    return tuple(dict.fromkeys(([] if closing is None else [closing]) + [*stop_token_ids(holder, tokenizer)]))
+    return tuple(dict.fromkeys(([] if closing is None else [closing]) + [*configured_stop_ids(config, tokenizer)]))
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, num_rows: int, name: str) 
 
 def _pre_tokenizer(tokenizer: PreTrainedTokenizerBase, document: Mapping[str, Any], name: str) -> str:
     """llama.cpp's name of the pre-tokenizer of a byte-level tokenizer."""
-    backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend: Any = getattr(tokenizer, "backend_tokenizer")  # noqa: B009 - not every tokenizer has it
     normalizer = (document.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):
         raise ModelError(f"the tokenizer of {name} changes texts ({normalizer}), for which GGUF has no place")
