@@ -62,8 +62,9 @@ def odin(
 
     The preferences are learnt from the sum of both rewards, q + l. With the correlation r of `correlation` the terms
     are coef (|r(q, tokens)| - r(l, tokens)) + orthogonal_coef |w_q . w_l|: the length head takes all that length
-    explains, and the quality head, which alone is kept, nothing of it. As in the paper, correlations are over the
-    answers of a batch, here of one micro-batch (and in the authors' code heads have unit length), so that the terms of several have to be weighed by their `num_pairs`,
+    explains, and the quality head, which alone is kept, nothing of it. In the authors' code heads have unit length;
+    here they begin at zero. As in the paper, correlations are over the answers of a batch, here of one micro-batch, so
+    that the terms of several have to be weighed by their `num_pairs`,
     as the statistics are. Raises `InputError` if shapes differ.
     """
     check_shapes(quality_B=quality_B, head_B=head_B, tokens_B=tokens_B)
