@@ -372,6 +372,7 @@ def test_the_modelfile_has_template_stops_and_licence():
     text = modelfile("a.gguf", byte_tokenizer(), ["<|im_end|>", 'a"b'], "mit")
     assert text.startswith('FROM ./a.gguf\nTEMPLATE """')
     assert text.endswith('"""\nPARAMETER stop "<|im_end|>"\nLICENSE """mit"""\n')
+    assert "LICENSE" not in modelfile("a.gguf", byte_tokenizer(), [], 'a"""b')  # it would end there
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATES["own end, then eos"].replace("m.content", "m.content | upper")
     assert "# The chat template has no simple form" in modelfile("a.gguf", tokenizer, [], "")
