@@ -138,6 +138,7 @@ def accuracy(rows: Sequence[Pair], judged: Sequence[Pair], how: str, options: Na
                 **size,
                 "pairs.heldout_source": _written(judged, Path(folder)),
                 "pairs.raters": how,
+                "pairs.truncate": "left",  # a byte of a sentence is a token of a tiny model
                 "reward_model.num_layers": None if options.quick else options.layers,
                 "reward_model.pairs_per_step": 32,
                 "reward_model.micro_batch_size": 32,
