@@ -148,18 +148,12 @@ class PreferenceSets(Sets[EncodedPreference]):
     @property
     def heldout_by_source(self) -> dict[str, list[EncodedPreference]]:
         """The held-out examples by the name of their source; of a single source, which has no name, under ""."""
-        found: dict[str, list[EncodedPreference]] = {}
-        for item in self.heldout:
-            found.setdefault(self.source_of(item), []).append(item)
-        return found
+        return _grouped(self.heldout, self.source_of)
 
     @property
     def elsewhere_by_source(self) -> dict[str, list[EncodedPreference]]:
         """The pairs of sources that are only evaluated on, by their names."""
-        found: dict[str, list[EncodedPreference]] = {}
-        for item in self.elsewhere.items:
-            found.setdefault(source_of(item.prompt_id), []).append(item)
-        return found
+        return _grouped(self.elsewhere.items, lambda item: source_of(item.prompt_id))
 
     @property
     def learnt(self) -> Iterable[LearntSequence]:
@@ -167,6 +161,16 @@ class PreferenceSets(Sets[EncodedPreference]):
         for item in self.train:
             for ids in item.sequences:
                 yield LearntSequence(item.prompt_id, ids, (range(len(ids) - 1, len(ids)),))
+
+
+def _grouped(
+    items: Sequence[EncodedPreference], name_of: Callable[[EncodedPreference], str]
+) -> dict[str, list[EncodedPreference]]:
+    """The items by their names, in their order."""
+    found: dict[str, list[EncodedPreference]] = {}
+    for item in items:
+        found.setdefault(name_of(item), []).append(item)
+    return found
 
 
 class Weigh(Protocol):

@@ -1,6 +1,6 @@
 """Figures of a reward model on each of several sources of pairs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.collect.data.collate import EncodedPreference
@@ -61,14 +61,9 @@ def _baseline(prefix: str, items: Sequence[EncodedPreference]) -> dict[str, floa
 
 def pairs_to_judge(data: PreferenceSets) -> tuple[list[DecidedPair], list[DecidedPair]]:
     """(The decided held-out pairs, those of sources that are only evaluated on), each with the name of its source."""
-    heldout = [
-        pair
-        for name, items in data.heldout_by_source.items()
-        for pair in decided_pairs(items, data.heldout_prompts, name)
-    ]
-    others = [
-        pair
-        for name, items in data.elsewhere_by_source.items()
-        for pair in decided_pairs(items, data.elsewhere.prompts, name)
-    ]
-    return heldout, others
+
+    def decided(groups: Mapping[str, Sequence[EncodedPreference]], prompts: Mapping[str, str]) -> list[DecidedPair]:
+        return [pair for name, items in groups.items() for pair in decided_pairs(items, prompts, name)]
+
+    own = decided(data.heldout_by_source, data.heldout_prompts)
+    return own, decided(data.elsewhere_by_source, data.elsewhere.prompts)

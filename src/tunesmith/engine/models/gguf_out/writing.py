@@ -36,18 +36,10 @@ def writing(file: Path, arch: str, num_bytes: int, *, replaces: bool) -> Iterato
     """
     if file.exists() and not replaces:
         raise ModelError(f"{file} exists; give another place, or --overwrite")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with _replacing(file) as path:
         _require_space(file, num_bytes + _SPARE_BYTES)
-        with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as aside:
-            path = Path(aside) / file.name
-            with closing(_Writer(path, arch)) as writer:
-                yield writer
-            sync(path)
-            os.replace(path, file)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ModelError(f"cannot write {file} ({reason}); free some space, or give another place") from error
+        with closing(_Writer(path, arch)) as writer:
+            yield writer
 
 
 def write_beside(file: Path, text: str) -> None:
@@ -56,13 +48,25 @@ def write_beside(file: Path, text: str) -> None:
     Raises:
         ModelError: it cannot be written.
     """
-    aside = file.with_name(f".{file.name}-new")
+    with _replacing(file) as path:
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """The path of a file to be written, which takes the place of `file` when the block has ended.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
     try:
-        aside.write_text(text, encoding="utf-8")
-        sync(aside)
-        os.replace(aside, file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as aside:
+            path = Path(aside) / file.name
+            yield path
+            sync(path)
+            os.replace(path, file)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         reason = error.strerror or error
         raise ModelError(f"cannot write {file} ({reason}); free some space, or give another place") from error
 
