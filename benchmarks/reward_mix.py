@@ -1,4 +1,4 @@
-"""What each ingredient gives a reward model on a source of preferences that it was not trained on.
+"""Accuracy that each ingredient gives a reward model on a source of preferences that it was not trained on.
 
 Four sources: HH-RLHF helpful, half of RMB's scenarios, UltraFeedback, and edited headlines (SemEval-2020 task 7), of
 the folder that TUNESMITH_DATA names. With each ingredient a reward model is trained on all of them, and on all but one
@@ -55,7 +55,7 @@ ROWS: Mapping[str, Mapping[str, object]] = {
     "noisy_committee": {"reward_model.heads.count": 8, "reward_model.committee.confidence": 0.7},
     "noisy_smoothing": {"reward_model.label_smoothing": 0.3},
 }
-"""What each row of the result changes in the plain training on all sources."""
+"""The settings that each row of the result changes in the plain training on all sources."""
 
 FLIPPED = 0.3
 _HELDOUT = 0.15

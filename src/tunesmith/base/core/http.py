@@ -51,7 +51,7 @@ class Response:
 
 
 def problem_of_address(url: str) -> str:
-    """What is wrong with the address of a server, as the rest of a sentence on it; empty if nothing is.
+    """The fault of the address of a server, as the rest of a sentence on it; empty if nothing is.
 
     It repeats no password: addresses are stored with a run, and shown.
     """

@@ -56,8 +56,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What came of questions: tickets of those to ask now, and `known` answers, which others have stored meanwhile. The
-    rest is `busy`, being asked by others, or beyond the limits.
+    """The outcome of questions: tickets of those to ask now, and `known` answers, which others have stored meanwhile.
+    The rest is `busy`, being asked by others, or beyond the limits.
     """
 
     tickets: list[Ticket]

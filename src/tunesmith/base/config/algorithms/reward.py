@@ -57,7 +57,7 @@ class RewardTrainerSection(Section):
 
 
 class LengthSection(Section):
-    """What keeps a reward model from learning that longer answers are better."""
+    """Keeps a reward model from learning that longer answers are better."""
 
     SHORTHAND = "method"
 

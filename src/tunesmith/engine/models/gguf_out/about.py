@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: names, licence, and what it was trained from, on and how (`general.*`)."""
+"""The entries of a GGUF file on its model: names, licence, and what it was trained from, on and how (`general.*`)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class About:
 
 
 def about_run(run: Path, *, license: str = "") -> About:
-    """What is known of the model of a run folder. Without `license` it is that in the base model's card."""
+    """The entries on the model of a run folder. Without `license` it is that in the base model's card."""
     recipe = read_recipe(run)
     model = recipe.get("model")
     base = str(cast(Mapping[str, object], model).get("name", "")) if isinstance(model, Mapping) else ""

@@ -28,7 +28,7 @@ _GELU = frozenset({"gelu", "gelu_tanh"})
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What llama.cpp computes for one of its architectures.
+    """The computation of one of llama.cpp's architectures.
 
     `period`: of the layers, all but every n-th have a sliding window; 0 for an architecture without windows. `untied`:
     it reads an output layer even where it is the embedding; `tied`: it knows none of its own. `offset` is added to the
@@ -236,7 +236,7 @@ def _add_rope(writer: gguf.GGUFWriter, architecture: Architecture, config: Any) 
 
 
 def rope_factors(family: Family, architecture: Architecture, config: Any) -> torch.Tensor | None:
-    """What llama.cpp divides the frequencies of rotary positions by, `[head_dim / 2]`; None where it needs no such.
+    """The divisors of the frequencies of rotary positions in llama.cpp, `[head_dim / 2]`; None if it needs none.
 
     Raises:
         ModelError: positions of a kind that llama.cpp's architecture does not compute.

@@ -16,7 +16,7 @@ from tunesmith.engine.models.load import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What was written; `modelfile` is None for adapters, whose base only the user can name."""
+    """The files that were written; `modelfile` is None for adapters, whose base only the user can name."""
 
     file: Path
     modelfile: Path | None

@@ -14,8 +14,8 @@ Messages = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a template writes: `start` before a chat without a system message, before and behind each kind of message
-    (`system` is None where it takes none), and before an answer.
+    """The pieces that a template writes: `start` before a chat without a system message, before and behind each kind of
+    message (`system` is None where it takes none), and before an answer.
     """
 
     start: str
@@ -124,7 +124,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, opens: 
 
 
 def _cut(text: str, *messages: tuple[str, str]) -> list[str]:
-    """What lies before, between and behind the contents of `messages`."""
+    """The texts before, between and behind the contents of `messages`."""
     found: list[str] = []
     for _, content in messages:
         before, mark, text = text.partition(content)
