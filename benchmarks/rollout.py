@@ -1,8 +1,10 @@
 """Our rollout engine against transformers on the same prompts, each in a process of its own, in alternation.
 
-For each workload: greedy tokens are compared in float32; transformers is tried at every batch size and attention, and
-keeps its fastest of each attention; then all contenders draw in turns, and each round gives one ratio. Leave the
-machine alone meanwhile; with smollm2 on two cores it takes about an hour.
+`--weights int8` has our side multiply in 8 bits; its baseline `native` is our engine in the model's dtype.
+
+For each workload: greedy tokens are compared in float32, but for those of 8 bits; transformers is tried at every batch
+size and attention, and keeps its fastest of each attention; then all contenders draw in turns, and each round gives one
+ratio. Leave the machine alone meanwhile; with smollm2 on two cores it takes about an hour.
 """
 
 import statistics
@@ -38,7 +40,8 @@ from tunesmith.engine.models.export import ModelCard, save_final
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel, context_length
 
-BASELINES = ("transformers", "transformers-cb", "vllm")
+NATIVE = "native"
+BASELINES = ("transformers", "transformers-cb", "vllm", NATIVE)
 OURS = "tunesmith"
 ATTENTIONS = ("sdpa", "eager")
 BATCH_SIZES = (16, 32, 64, 128)
@@ -99,18 +102,21 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     loaded = load_policy(ModelSection(name=options.model, dtype=options.dtype))
     context = context_length(loaded.model)
     works = [workload(name, loaded.tokenizer, context, quick=options.quick) for name in options.workload or NAMES]
-    model = ModelSettings(options.model, options.dtype, options.threads, options.backend, options.slots)
+    model = ModelSettings(
+        options.model, options.dtype, options.threads, options.backend, options.slots, options.weights
+    )
+    compares = options.weights == "model"
     facts: dict[str, dict[str, object]] = {}
     with ExitStack() as stack:
         vllm = {"vllm": _start_vllm(stack, loaded, model, say)} if "vllm" in against else {}
         for work in works:
             say(f"{work.name}: {len(work.prompt_ids)} prompts x {work.num_completions}")
-            greedy = _greedy(work, replace(model, dtype="float32")) if work.name in NAMES else {}
+            greedy = _greedy(work, replace(model, dtype="float32")) if compares and work.name in NAMES else {}
             if greedy:
                 say("  greedy: {sequences} sequences, {near_ties} near-ties, {different} different".format(**greedy))
             facts[work.name] = _measured(work, model, (against, vllm), greedy, options, say)
     return {
-        **head(options, "rollout", "model", "quick", "backend"),
+        **head(options, "rollout", "model", "quick", "backend", "weights"),
         "workloads": facts,
         "logp_diff_max": max(figures["logp_diff_max"] for figures in facts.values()),  # type: ignore[type-var]
     }
@@ -200,7 +206,10 @@ def _measured(
     with ExitStack() as stack:
         ours = Entry(stack.enter_context(_start("Engine", model)))
         products = Products(model)
-        for name in (name for name in against[0] if name != "vllm"):
+        if NATIVE in against[0]:
+            others[NATIVE] = Entry(stack.enter_context(_start("Engine", replace(model, weights="model"))))
+            others[NATIVE].draw(work, options.seed)
+        for name in (name for name in against[0] if name not in ("vllm", NATIVE)):
             started = stack.enter_context(_start("Transformers", model))
             others |= _calibrated(name, started, work, options, calibration, say)
         for entry in against[1].values():
@@ -340,11 +349,12 @@ main = benchmark(
     measure,
     show,
     *("model", "dtype", "workload", "threads", "rounds", "seed", "quick"),
-    against={"default": "transformers", "metavar": "A,B", "help": "of transformers, transformers-cb, vllm"},
+    against={"default": "transformers", "metavar": "A,B", "help": f"of {', '.join(BASELINES)}"},
     workload={"help": "plain, seed, shared, or batch1 to batch256; repeatable. The first three if left out"},
     batch_size={"type": int, "action": "append", "metavar": "N", "help": "rows to try of generate; repeatable"},
     no_memory={"action": "store_true", "help": "leave out the peak of memory, which is one more draw of each"},
     backend={"choices": ("native", "transformers"), "default": "native", "help": "engine of our side"},
+    weights={"choices": ("model", "int8"), "default": "model", "help": "products of our side"},
     slots={"type": int, "metavar": "N", "help": "sequences that our engine decodes at a time"},
 )
 

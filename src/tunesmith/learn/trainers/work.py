@@ -117,6 +117,7 @@ def trial_engine(policy: LanguageModel, tokenizer: PreTrainedTokenizerBase, roll
         batch_size=rollout.batch_size,
         num_slots=rollout.num_slots,
         kv_cache_mb=rollout.kv_cache_mb,
+        weights=rollout.weights,
     )
 
 

@@ -24,13 +24,14 @@ from tunesmith.engine.models.tokenizer import decode_after
 from tunesmith.engine.rollout import weight_check
 from tunesmith.engine.rollout.dialogue import in_rounds
 from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, GenerationInterrupted, Request, make_request
+from tunesmith.engine.rollout.runner import Weights
 from tunesmith.engine.rollout.sampler import NoiseKey, noise_keys
-from tunesmith.engine.rollout.workers import weights
 from tunesmith.engine.rollout.workers.actors import RayTransport
 from tunesmith.engine.rollout.workers.local import LocalTransport, Transport
 from tunesmith.engine.rollout.workers.messages import Draw, Drawn, Load, Loaded, Setup
 from tunesmith.engine.rollout.workers.pool import Pool
 from tunesmith.engine.rollout.workers.queue import Rates, WorkQueue, lease_size
+from tunesmith.engine.rollout.workers.weights import Publisher, pickled
 
 _log = get_logger(__name__)
 
@@ -126,7 +127,7 @@ class WorkerEngine:
 
     name = "workers"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords alone
         self,
         model: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
@@ -136,6 +137,7 @@ class WorkerEngine:
         num_slots: int = 128,
         kv_cache_mb: int | None = None,
         value_head: nn.Module | None = None,
+        weights: Weights = "model",
         is_trained: bool = True,
     ) -> None:
         if model.decoder is None or model.module.device.type != "cpu":
@@ -145,7 +147,7 @@ class WorkerEngine:
             )
         self._decoder, self._module, self._tokenizer = model.decoder, model.module, tokenizer
         self._kernels, self._is_trained, self._kv_cache_mb = model.kernels, is_trained, kv_cache_mb
-        self._value_head = value_head
+        self._value_head, self._weights = value_head, weights
         self._workers, self._weight_version, self._num_slots = workers, weight_version, num_slots
         everything = nn.ModuleDict({"policy": model.module})
         if value_head is not None:
@@ -155,7 +157,7 @@ class WorkerEngine:
             self._transport = RayTransport(workers.address, workers.count * workers.num_threads)
         weakref.finalize(self, self._transport.close)
         self._everything = everything
-        self._publisher = weights.Publisher(everything, self._transport.publish, self._transport.discard, model.kernels)
+        self._publisher = Publisher(everything, self._transport.publish, self._transport.discard, model.kernels)
         self._setup = self._current_setup()
         self._pool: Pool | None = None
         self._turns = Turns("engine", has_pipes=True)
@@ -325,11 +327,12 @@ class WorkerEngine:
         self._made_of = parts_of(self._module), fingerprint_of(buffers, kernels=self._kernels)
         content = self._module, self._tokenizer, self._value_head
         return Setup(
-            weights.pickled(content, dict(self._everything.named_parameters())),
+            pickled(content, dict(self._everything.named_parameters())),
             self._kernels.choice,
             self._workers.num_threads,
             self._num_slots,
             self._kv_cache_mb,
+            self._weights,
             self._is_trained,
         )
 
