@@ -79,6 +79,9 @@ class SamplingFlags:
     repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", "X")] = 1.0
     stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", "TEXT")] = ()
     backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.")] = "native"
+    weights: Annotated[
+        Literal["model", "int8"], flag("int8: rounded to 8 bits while drawing, which is faster (native, CPU).")
+    ] = "model"
 
     def sampling(self, max_new_tokens: int, seed: int | None, top_k: int = 0) -> "SamplingParams":
         """The sampling settings that the flags give."""

@@ -145,7 +145,7 @@ def engine_for(
 def _require_model_weights(weights: Weights, engine: str) -> None:
     if weights != "model":
         raise InputError(
-            f"weights are {weights}, but {engine} has none in 8 bits; set `model`, or draw by the native engine of a CPU"
+            f"weights are {weights}, but {engine} has none in 8 bits; set model, or the native engine on a CPU"
         )
 
 
