@@ -174,8 +174,10 @@ def judge(
     }
 
 
-def _start(contender: str, model: ModelSettings) -> Process:
-    return Process(f"benchmarks.contenders:{contender}", model, num_threads=model.num_threads)
+def _start(name: str, model: ModelSettings) -> Process:
+    contender = "Engine" if name in (OURS, NATIVE) else "Transformers"
+    settings = replace(model, weights="model") if name == NATIVE else model
+    return Process(f"benchmarks.contenders:{contender}", settings, num_threads=model.num_threads)
 
 
 def _start_vllm(stack: ExitStack, loaded: LoadedModel, model: ModelSettings, say: Say) -> Entry:
@@ -204,13 +206,10 @@ def _measured(
     """Figures of one workload."""
     others, calibration = dict[str, Entry](), dict[str, float]()
     with ExitStack() as stack:
-        ours = Entry(stack.enter_context(_start("Engine", model)))
+        ours = Entry(stack.enter_context(_start(OURS, model)))
         products = Products(model)
-        if NATIVE in against[0]:
-            others[NATIVE] = Entry(stack.enter_context(_start("Engine", replace(model, weights="model"))))
-            others[NATIVE].draw(work, options.seed)
-        for name in (name for name in against[0] if name not in ("vllm", NATIVE)):
-            started = stack.enter_context(_start("Transformers", model))
+        for name in (name for name in against[0] if name != "vllm"):
+            started = stack.enter_context(_start(name, model))
             others |= _calibrated(name, started, work, options, calibration, say)
         for entry in against[1].values():
             entry.draw(replace(work, sampling=replace(work.sampling, max_new_tokens=2)), options.seed)  # warm
@@ -262,6 +261,9 @@ def _calibrated(
     name: str, process: Process, work: Workload, options: Namespace, calibration: dict[str, float], say: Say
 ) -> dict[str, Entry]:
     """One entry for each attention, at the batch size at which it was fastest; every speed goes into `calibration`."""
+    if name == NATIVE:
+        process.call("draw", work, options.seed, setting=None)  # warm
+        return {NATIVE: Entry(process)}
     entries: dict[str, Entry] = {}
     num_rows = len(work.rows)
     way = "generate" if name == "transformers" else "continuous"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.core.errors import TrainingError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.pack import pack
 from tunesmith.engine.batch.rollout import Group, SamplingParams
@@ -14,7 +14,7 @@ from tunesmith.engine.models.language_model import language_model
 from tunesmith.engine.models.loaded import LoadedModel
 from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.rollout.factory import open_engine
-from tunesmith.engine.rollout.remote.connection import VLLM
+from tunesmith.engine.rollout.native_engine import Native
 from tunesmith.engine.rollout.workers.engine import Workers
 from tunesmith.learn.trainers.passes import logps
 
@@ -41,18 +41,18 @@ def difference(loaded: LoadedModel, groups: Sequence[Group]) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_near_the_trainers_and_not_equal(family: str, dtype: torch.dtype):
     loaded = tiny_model(family, dtype=dtype)
-    engine = open_engine(loaded.model, loaded.tokenizer, weights="int8")
+    engine = open_engine(loaded.model, loaded.tokenizer, backend=Native("int8"))
     assert not engine.is_exact
     assert 0 < difference(loaded, engine.generate(PROMPTS, 3, SAMPLING)) < NEAR
 
 
 def test_tokens_depend_on_prompt_sample_and_seed_alone():
     loaded = tiny_model("llama")
-    whole = open_engine(loaded.model, loaded.tokenizer, weights="int8").generate(PROMPTS, 3, SAMPLING)
-    few = open_engine(loaded.model, loaded.tokenizer, weights="int8", num_slots=2)
+    whole = open_engine(loaded.model, loaded.tokenizer, backend=Native("int8")).generate(PROMPTS, 3, SAMPLING)
+    few = open_engine(loaded.model, loaded.tokenizer, backend=Native("int8"), num_slots=2)
     assert ids_of(few.generate(PROMPTS, 3, SAMPLING)) == ids_of(whole)
     assert ids_of(few.generate(PROMPTS[4:5], 3, SAMPLING)) == ids_of(whole[4:5])
-    workers = open_engine(loaded.model, loaded.tokenizer, weights="int8", backend=Workers(2, lease=4))
+    workers = open_engine(loaded.model, loaded.tokenizer, backend=Workers(2, lease=4, weights="int8"))
     drawn = workers.generate(PROMPTS, 3, SAMPLING)
     assert drawn == whole
     assert not workers.is_exact
@@ -61,21 +61,21 @@ def test_tokens_depend_on_prompt_sample_and_seed_alone():
 @torch.no_grad()
 def test_changed_weights_and_adapters_are_packed_again():
     loaded = tiny_model("llama")
-    engine = open_engine(loaded.model, loaded.tokenizer, weights="int8")
+    engine = open_engine(loaded.model, loaded.tokenizer, backend=Native("int8"))
     before = engine.generate(PROMPTS, 2, SAMPLING)
     for parameter in loaded.model.parameters():
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     after = engine.generate(PROMPTS, 2, SAMPLING)
     assert ids_of(after) != ids_of(before)
     assert difference(loaded, after) < NEAR
-    fresh = open_engine(loaded.model, loaded.tokenizer, weights="int8")
+    fresh = open_engine(loaded.model, loaded.tokenizer, backend=Native("int8"))
     assert fresh.generate(PROMPTS, 2, SAMPLING) == after
 
 
 @torch.no_grad()
 def test_damaged_weights_are_reported():
     loaded = tiny_model("llama")
-    engine = open_engine(loaded.model, loaded.tokenizer, weights="int8")
+    engine = open_engine(loaded.model, loaded.tokenizer, backend=Native("int8"))
     loaded.model.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = float("nan")
     with pytest.raises(TrainingError, match="not finite from layer 1 on"):
         engine.generate(PROMPTS, 1, SAMPLING)
@@ -84,17 +84,9 @@ def test_damaged_weights_are_reported():
 def test_a_single_row_has_the_bits_of_many():
     loaded = tiny_model("llama")
     for weights in ("model", "int8"):
-        engine = open_engine(loaded.model, loaded.tokenizer, weights=weights)
+        engine = open_engine(loaded.model, loaded.tokenizer, backend=Native(weights))
         together = engine.generate(PROMPTS, 1, SAMPLING)
         alone = [engine.generate([prompt], 1, SAMPLING)[0] for prompt in PROMPTS]
         assert [replace(group, prompt=together[0].prompt) for group in alone] == [
             replace(group, prompt=together[0].prompt) for group in together
         ]
-
-
-def test_engines_without_8_bits_refuse():
-    loaded = tiny_model("llama")
-    server = VLLM(url="http://localhost:1")
-    for backend, name in (("transformers", "transformers"), (server, "vLLM")):
-        with pytest.raises(InputError, match=f"weights are int8, but {name} has none"):
-            open_engine(loaded.model, loaded.tokenizer, backend=backend, weights="int8")

@@ -8,7 +8,6 @@ import pytest
 from jobs import forked, go_on, outcome, the_run, train
 from recipes import PROMPTS, best_of_n_recipe, distill_recipe, grpo_recipe, online_dpo_recipe, ppo_recipe, training
 
-from tunesmith.base.core.errors import InputError
 from tunesmith.base.runs.checkpoint import list_steps
 
 INT8 = {"weights": "int8"}
@@ -64,8 +63,3 @@ def test_killed_and_resumed_in_another_process_a_run_ends_the_same(lora: dict[st
     assert list_steps(the_run(killed) / "checkpoints")[-1] >= 4
     assert forked(go_on, the_run(killed)) == 0
     assert outcome(the_run(killed)) == outcome(the_run(whole))
-
-
-def test_other_backends_refuse_the_key(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="transformers has none in 8 bits"):
-        training(grpo_recipe(tmp_path, rollout={**INT8, "backend": "transformers"}), prompts=PROMPTS)

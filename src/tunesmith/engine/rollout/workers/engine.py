@@ -26,12 +26,12 @@ from tunesmith.engine.rollout.dialogue import in_rounds
 from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, GenerationInterrupted, Request, make_request
 from tunesmith.engine.rollout.runner import Weights
 from tunesmith.engine.rollout.sampler import NoiseKey, noise_keys
+from tunesmith.engine.rollout.workers import weights
 from tunesmith.engine.rollout.workers.actors import RayTransport
 from tunesmith.engine.rollout.workers.local import LocalTransport, Transport
 from tunesmith.engine.rollout.workers.messages import Draw, Drawn, Load, Loaded, Setup
 from tunesmith.engine.rollout.workers.pool import Pool
 from tunesmith.engine.rollout.workers.queue import Rates, WorkQueue, lease_size
-from tunesmith.engine.rollout.workers.weights import Publisher, pickled
 
 _log = get_logger(__name__)
 
@@ -45,7 +45,7 @@ class Workers:
 
     `lease` is the largest number of completions that one is given at a time; one that gives no answer for longer than
     `timeout_s` seconds is killed and started again. With an `address` ("auto", or "HOST:PORT") they are actors of the
-    Ray cluster there, of which this machine is one; without, processes of this machine.
+    Ray cluster there, of which this machine is one; without, processes of this machine. `weights` are as of `Native`.
 
     Raises:
         InputError: a number is too small.
@@ -56,15 +56,17 @@ class Workers:
     lease: int = 16
     timeout_s: float = 600.0
     address: str | None = None
+    weights: Weights = "model"
 
     def __post_init__(self) -> None:
         if min(self.count, self.num_threads, self.lease) < 1 or self.timeout_s <= 0:
             raise InputError(f"{self}: give at least 1 worker, 1 thread, 1 completion, and a time above 0")
 
     @classmethod
-    def of(cls, section: SamplingScaleSection) -> Self:
+    def of(cls, section: SamplingScaleSection, weights: Weights = "model") -> Self:
         """Those of a recipe's section."""
-        return cls(section.workers, section.threads_per_worker, section.lease, section.timeout_s, section.address)
+        given = (section.workers, section.threads_per_worker, section.lease, section.timeout_s, section.address)
+        return cls(*given, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class WorkerEngine:
 
     name = "workers"
 
-    def __init__(  # noqa: PLR0913 - keywords alone
+    def __init__(
         self,
         model: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
@@ -137,7 +139,6 @@ class WorkerEngine:
         num_slots: int = 128,
         kv_cache_mb: int | None = None,
         value_head: nn.Module | None = None,
-        weights: Weights = "model",
         is_trained: bool = True,
     ) -> None:
         if model.decoder is None or model.module.device.type != "cpu":
@@ -147,7 +148,7 @@ class WorkerEngine:
             )
         self._decoder, self._module, self._tokenizer = model.decoder, model.module, tokenizer
         self._kernels, self._is_trained, self._kv_cache_mb = model.kernels, is_trained, kv_cache_mb
-        self._value_head, self._weights = value_head, weights
+        self._value_head = value_head
         self._workers, self._weight_version, self._num_slots = workers, weight_version, num_slots
         everything = nn.ModuleDict({"policy": model.module})
         if value_head is not None:
@@ -157,7 +158,7 @@ class WorkerEngine:
             self._transport = RayTransport(workers.address, workers.count * workers.num_threads)
         weakref.finalize(self, self._transport.close)
         self._everything = everything
-        self._publisher = Publisher(everything, self._transport.publish, self._transport.discard, model.kernels)
+        self._publisher = weights.Publisher(everything, self._transport.publish, self._transport.discard, model.kernels)
         self._setup = self._current_setup()
         self._pool: Pool | None = None
         self._turns = Turns("engine", has_pipes=True)
@@ -327,12 +328,12 @@ class WorkerEngine:
         self._made_of = parts_of(self._module), fingerprint_of(buffers, kernels=self._kernels)
         content = self._module, self._tokenizer, self._value_head
         return Setup(
-            pickled(content, dict(self._everything.named_parameters())),
+            weights.pickled(content, dict(self._everything.named_parameters())),
             self._kernels.choice,
             self._workers.num_threads,
             self._num_slots,
             self._kv_cache_mb,
-            self._weights,
+            self._workers.weights,
             self._is_trained,
         )
 
