@@ -82,7 +82,6 @@ def open_engine(
                 kv_cache_mb=kv_cache_mb,
                 value_head=value_head,
             )
-        _log.info("the rollout engine is transformers, which is slower: %s", known.backend.reason)
     return TransformersEngine(trained.module, tokenizer, weight_version=weight_version, batch_size=batch_size)
 
 
@@ -99,6 +98,7 @@ def _own_engine(
         if isinstance(backend, Workers) or weights != "model":
             asked = "workers draw by" if isinstance(backend, Workers) else f"weights are {weights}, which needs"
             raise InputError(f"{asked} the native engine, which cannot draw this model: {model.backend.reason}")
+        _log.info("the rollout engine is transformers, which is slower: %s", model.backend.reason)
         return None
     if isinstance(backend, Workers):
         return partial(WorkerEngine, workers=backend, is_trained=is_trained)
