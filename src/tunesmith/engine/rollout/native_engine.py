@@ -36,7 +36,7 @@ from tunesmith.engine.rollout.engine import (
     run_request,
 )
 from tunesmith.engine.rollout.kv_cache import KVCache, allocate_storage, blocks_for, copy_blocks, num_blocks_for
-from tunesmith.engine.rollout.runner import Runner, Weights, cache_shape, projections, read_in_place
+from tunesmith.engine.rollout.runner import Packer, Runner, Weights, cache_shape, projections, read_in_place
 from tunesmith.engine.rollout.sampler import NoiseKey, RequestSampling, Sampler, noise_keys
 from tunesmith.engine.rollout.scheduler import Plan, Scheduler
 from tunesmith.engine.rollout.sequence import Decode
@@ -120,6 +120,7 @@ class NativeEngine:
         self._kv_cache_mb = kv_cache_mb
         self._value_head = value_head
         self._weights: Weights = weights
+        self._packer = Packer(model.kernels, weights)  # kept when the weights go: its trials take a while
         self._is_trained = is_trained
         self._cache: _Cache | None = None
         self._runner: Runner | None = None
@@ -320,7 +321,7 @@ class NativeEngine:
         if self._cache is not None:
             self._cache.tables.invalidate()
         if self._runner is None:
-            self._runner = Runner(self._decoder, current, self._weights)
+            self._runner = Runner(self._decoder, current, self._packer)
         else:
             self._runner.repack(current)
         self._check_weights(self._runner, version)

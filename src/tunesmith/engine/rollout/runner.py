@@ -321,11 +321,11 @@ class StepOutput:
 class Runner(CachedDecoder):
     """Steps of a plan on a CPU, with packed copies of the weights as of the last `repack`."""
 
-    def __init__(self, decoder: Decoder, current: Fingerprint, weights: Weights = "model") -> None:
+    def __init__(self, decoder: Decoder, current: Fingerprint, packer: Packer) -> None:
         super().__init__(decoder)
         self.architecture = decoder.architecture
         self._projections = projections(decoder.architecture)
-        self._packer = Packer(decoder.kernels, weights)
+        self._packer = packer
         self._packed: dict[int, list[TensorId | None]] = {}
         self._step: RecordedStep | None = None
         self._can_record = not decoder.is_divided and decoder.part is None

@@ -205,11 +205,18 @@ void pack_panel(const Number* weight, uint8_t* panel, float* scales, int64_t num
     std::vector<int32_t> starts(blocks);
     const Rows row = {numbers.data(), of_output.data(), starts.data(), width, blocks};
     for (int64_t j = 0; j < kOutputs; ++j) {
-        if (j < num_outputs) quantize(weight + j * num_inputs, num_inputs, row, 0);
-        for (int64_t i = 0; i < width; ++i)
-            panel[i / kPerStep * kPerStep * kOutputs + j * kPerStep + i % kPerStep] =
-                (uint8_t)(kOffset + (j < num_outputs ? numbers[i] : 0));
-        for (int64_t b = 0; b < blocks; ++b) scales[b * kOutputs + j] = j < num_outputs ? of_output[b] : 0.0f;
+        if (j < num_outputs) {
+            quantize(weight + j * num_inputs, num_inputs, row, 0);
+        } else {
+            std::fill(numbers.begin(), numbers.end(), 0);
+            std::fill(of_output.begin(), of_output.end(), 0.0f);
+        }
+        for (int64_t i = 0; i < width; i += kPerStep) {
+            uint8_t step[kPerStep];
+            for (int k = 0; k < kPerStep; ++k) step[k] = (uint8_t)(kOffset + numbers[i + k]);
+            std::memcpy(panel + i * kOutputs + j * kPerStep, step, sizeof step);
+        }
+        for (int64_t b = 0; b < blocks; ++b) scales[b * kOutputs + j] = of_output[b];
     }
 }
 
