@@ -29,6 +29,7 @@ from benchmarks.common import (
     spread_text,
 )
 from benchmarks.contenders import Engine, ModelSettings, Setting, Transformers
+from benchmarks.llamacpp_engine import TYPES, LlamaCppSettings, llamacpp_program
 from benchmarks.process import Process
 from benchmarks.roofline import SHOWN_ROWS, Products, Rates, ideal_s, needed_rows
 from benchmarks.vllm_engine import VARIABLES, VLLMSettings, vllm_python
@@ -37,11 +38,15 @@ from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import InputError
 from tunesmith.engine.batch.rollout import SamplingParams
 from tunesmith.engine.models.export import ModelCard, save_final
+from tunesmith.engine.models.gguf_out.about import About
+from tunesmith.engine.models.gguf_out.file import write_gguf
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel, context_length
 
 NATIVE = "native"
-BASELINES = ("transformers", "transformers-cb", "vllm", NATIVE)
+STARTED_ONCE = ("vllm", "llamacpp")
+"""Programs of others, which are started for all workloads."""
+BASELINES = ("transformers", "transformers-cb", NATIVE, *STARTED_ONCE)
 OURS = "tunesmith"
 ATTENTIONS = ("sdpa", "eager")
 BATCH_SIZES = (16, 32, 64, 128)
@@ -108,13 +113,15 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     compares = options.weights == "model"
     facts: dict[str, dict[str, object]] = {}
     with ExitStack() as stack:
-        vllm = {"vllm": _start_vllm(stack, loaded, model, say)} if "vllm" in against else {}
+        started = {"vllm": _start_vllm(stack, loaded, model, say)} if "vllm" in against else {}
+        if "llamacpp" in against:
+            started |= _start_llamacpp(stack, loaded, model)
         for work in works:
             say(f"{work.name}: {len(work.prompt_ids)} prompts x {work.num_completions}")
             greedy = _greedy(work, replace(model, dtype="float32")) if compares and work.name in NAMES else {}
             if greedy:
                 say("  greedy: {sequences} sequences, {near_ties} near-ties, {different} different".format(**greedy))
-            facts[work.name] = _measured(work, model, (against, vllm), greedy, options, say)
+            facts[work.name] = _measured(work, model, (against, started), greedy, options, say)
     return {
         **head(options, "rollout", "model", "quick", "backend", "weights"),
         "workloads": facts,
@@ -195,6 +202,21 @@ def _start_vllm(stack: ExitStack, loaded: LoadedModel, model: ModelSettings, say
     return entry
 
 
+def _start_llamacpp(stack: ExitStack, loaded: LoadedModel, model: ModelSettings) -> dict[str, Entry]:
+    """llama.cpp with the weights in 16 and in 8 bits, closed with `stack`. Raises InputError if it is not there."""
+    llamacpp_program()
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    save_final(loaded.model, loaded.tokenizer, folder / "model", ModelCard(model.name, "none"))
+    entries: dict[str, Entry] = {}
+    for kind in TYPES:
+        file = folder / f"{kind}.gguf"
+        write_gguf(folder / "model", file, kind, About(model.name))
+        settings = LlamaCppSettings(str(file), model.num_threads)
+        start = Process("benchmarks.llamacpp_engine:LlamaCpp", settings, num_threads=model.num_threads)
+        entries[f"llamacpp-{kind}"] = Entry(stack.enter_context(start))
+    return entries
+
+
 def _measured(
     work: Workload,
     model: ModelSettings,
@@ -208,7 +230,7 @@ def _measured(
     with ExitStack() as stack:
         ours = Entry(stack.enter_context(_start(OURS, model)))
         products = Products(model)
-        for name in (name for name in against[0] if name != "vllm"):
+        for name in (name for name in against[0] if name not in STARTED_ONCE):
             started = stack.enter_context(_start(name, model))
             others |= _calibrated(name, started, work, options, calibration, say)
         for entry in against[1].values():
