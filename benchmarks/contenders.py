@@ -24,6 +24,8 @@ from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel
 from tunesmith.engine.models.tokenizer import stop_token_ids
 from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.native_engine import Native
+from tunesmith.engine.rollout.runner import Weights
 from tunesmith.learn.trainers.passes import logps
 
 _SCORED_ROWS = 16  # rows of one pass of the trainer while log-probs are compared
@@ -33,13 +35,19 @@ _PAGE_SIZE = 256  # its default: fewer tokens in a page made no difference
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Model, precision ("auto": bfloat16 where the machine has it), threads; backend and slots of our engine."""
+    """Model, precision ("auto": bfloat16 where the machine has it), threads; backend, slots, weights of our engine."""
 
     name: str
     dtype: str
     num_threads: int
     backend: str = "native"
     num_slots: int | None = None
+    weights: Weights = "model"
+
+    @property
+    def own_backend(self) -> str | Native:
+        """The backend of our engine, with its weights."""
+        return Native(self.weights) if self.backend == "native" else self.backend
 
     def load(self) -> LoadedModel:
         """The model, in this process."""
@@ -68,7 +76,7 @@ class Engine(Contender):
         self._policy = language_model(loaded.model, Kernels())  # as the trainers have it
         self._version = 0
         slots = {} if settings.num_slots is None else {"num_slots": settings.num_slots}
-        options: dict[str, Any] = {"backend": settings.backend, **slots}
+        options: dict[str, Any] = {"backend": settings.own_backend, **slots}
         self._engine = open_engine(self._policy, loaded.tokenizer, weight_version=lambda: self._version, **options)
 
     def draw(self, work: Workload, seed: int, *, keeps_tokens: bool = False, setting: Setting | None = None) -> Drawn:

@@ -1,8 +1,10 @@
 """Our rollout engine against transformers on the same prompts, each in a process of its own, in alternation.
 
-For each workload: greedy tokens are compared in float32; transformers is tried at every batch size and attention, and
-keeps its fastest of each attention; then all contenders draw in turns, and each round gives one ratio. Leave the
-machine alone meanwhile; with smollm2 on two cores it takes about an hour.
+`--weights int8` has our side multiply in 8 bits; its baseline `native` is our engine in the model's dtype.
+
+For each workload: greedy tokens are compared in float32, but for those of 8 bits; transformers is tried at every batch
+size and attention, and keeps its fastest of each attention; then all contenders draw in turns, and each round gives one
+ratio. Leave the machine alone meanwhile; with smollm2 on two cores it takes about an hour.
 """
 
 import statistics
@@ -27,6 +29,7 @@ from benchmarks.common import (
     spread_text,
 )
 from benchmarks.contenders import Engine, ModelSettings, Setting, Transformers
+from benchmarks.llamacpp_engine import TYPES, LlamaCppSettings, llamacpp_program
 from benchmarks.process import Process
 from benchmarks.roofline import SHOWN_ROWS, Products, Rates, ideal_s, needed_rows
 from benchmarks.vllm_engine import VARIABLES, VLLMSettings, vllm_python
@@ -35,10 +38,15 @@ from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import InputError
 from tunesmith.engine.batch.rollout import SamplingParams
 from tunesmith.engine.models.export import ModelCard, save_final
+from tunesmith.engine.models.gguf_out.about import About
+from tunesmith.engine.models.gguf_out.file import write_gguf
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel, context_length
 
-BASELINES = ("transformers", "transformers-cb", "vllm")
+NATIVE = "native"
+STARTED_ONCE = ("vllm", "llamacpp")
+"""Programs of others, which are started for all workloads."""
+BASELINES = ("transformers", "transformers-cb", NATIVE, *STARTED_ONCE)
 OURS = "tunesmith"
 ATTENTIONS = ("sdpa", "eager")
 BATCH_SIZES = (16, 32, 64, 128)
@@ -99,18 +107,23 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     loaded = load_policy(ModelSection(name=options.model, dtype=options.dtype))
     context = context_length(loaded.model)
     works = [workload(name, loaded.tokenizer, context, quick=options.quick) for name in options.workload or NAMES]
-    model = ModelSettings(options.model, options.dtype, options.threads, options.backend, options.slots)
+    model = ModelSettings(
+        options.model, options.dtype, options.threads, options.backend, options.slots, options.weights
+    )
+    compares = options.weights == "model"
     facts: dict[str, dict[str, object]] = {}
     with ExitStack() as stack:
-        vllm = {"vllm": _start_vllm(stack, loaded, model, say)} if "vllm" in against else {}
+        started = {"vllm": _start_vllm(stack, loaded, model, say)} if "vllm" in against else {}
+        if "llamacpp" in against:
+            started |= _start_llamacpp(stack, loaded, model)
         for work in works:
             say(f"{work.name}: {len(work.prompt_ids)} prompts x {work.num_completions}")
-            greedy = _greedy(work, replace(model, dtype="float32")) if work.name in NAMES else {}
+            greedy = _greedy(work, replace(model, dtype="float32")) if compares and work.name in NAMES else {}
             if greedy:
                 say("  greedy: {sequences} sequences, {near_ties} near-ties, {different} different".format(**greedy))
-            facts[work.name] = _measured(work, model, (against, vllm), greedy, options, say)
+            facts[work.name] = _measured(work, model, (against, started), greedy, options, say)
     return {
-        **head(options, "rollout", "model", "quick", "backend"),
+        **head(options, "rollout", "model", "quick", "backend", "weights"),
         "workloads": facts,
         "logp_diff_max": max(figures["logp_diff_max"] for figures in facts.values()),  # type: ignore[type-var]
     }
@@ -168,8 +181,10 @@ def judge(
     }
 
 
-def _start(contender: str, model: ModelSettings) -> Process:
-    return Process(f"benchmarks.contenders:{contender}", model, num_threads=model.num_threads)
+def _start(name: str, model: ModelSettings) -> Process:
+    contender = "Engine" if name in (OURS, NATIVE) else "Transformers"
+    settings = replace(model, weights="model") if name == NATIVE else model
+    return Process(f"benchmarks.contenders:{contender}", settings, num_threads=model.num_threads)
 
 
 def _start_vllm(stack: ExitStack, loaded: LoadedModel, model: ModelSettings, say: Say) -> Entry:
@@ -187,6 +202,21 @@ def _start_vllm(stack: ExitStack, loaded: LoadedModel, model: ModelSettings, say
     return entry
 
 
+def _start_llamacpp(stack: ExitStack, loaded: LoadedModel, model: ModelSettings) -> dict[str, Entry]:
+    """llama.cpp with the weights in 16 and in 8 bits, closed with `stack`. Raises InputError if it is not there."""
+    llamacpp_program()
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    save_final(loaded.model, loaded.tokenizer, folder / "model", ModelCard(model.name, "none"))
+    entries: dict[str, Entry] = {}
+    for kind in TYPES:
+        file = folder / f"{kind}.gguf"
+        write_gguf(folder / "model", file, kind, About(model.name))
+        settings = LlamaCppSettings(str(file), model.num_threads)
+        start = Process("benchmarks.llamacpp_engine:LlamaCpp", settings, num_threads=model.num_threads)
+        entries[f"llamacpp-{kind}"] = Entry(stack.enter_context(start))
+    return entries
+
+
 def _measured(
     work: Workload,
     model: ModelSettings,
@@ -198,10 +228,10 @@ def _measured(
     """Figures of one workload."""
     others, calibration = dict[str, Entry](), dict[str, float]()
     with ExitStack() as stack:
-        ours = Entry(stack.enter_context(_start("Engine", model)))
+        ours = Entry(stack.enter_context(_start(OURS, model)))
         products = Products(model)
-        for name in (name for name in against[0] if name != "vllm"):
-            started = stack.enter_context(_start("Transformers", model))
+        for name in (name for name in against[0] if name not in STARTED_ONCE):
+            started = stack.enter_context(_start(name, model))
             others |= _calibrated(name, started, work, options, calibration, say)
         for entry in against[1].values():
             entry.draw(replace(work, sampling=replace(work.sampling, max_new_tokens=2)), options.seed)  # warm
@@ -253,6 +283,9 @@ def _calibrated(
     name: str, process: Process, work: Workload, options: Namespace, calibration: dict[str, float], say: Say
 ) -> dict[str, Entry]:
     """One entry for each attention, at the batch size at which it was fastest; every speed goes into `calibration`."""
+    if name == NATIVE:
+        process.call("draw", work, options.seed, setting=None)  # warm
+        return {NATIVE: Entry(process)}
     entries: dict[str, Entry] = {}
     num_rows = len(work.rows)
     way = "generate" if name == "transformers" else "continuous"
@@ -340,11 +373,12 @@ main = benchmark(
     measure,
     show,
     *("model", "dtype", "workload", "threads", "rounds", "seed", "quick"),
-    against={"default": "transformers", "metavar": "A,B", "help": "of transformers, transformers-cb, vllm"},
+    against={"default": "transformers", "metavar": "A,B", "help": f"of {', '.join(BASELINES)}"},
     workload={"help": "plain, seed, shared, or batch1 to batch256; repeatable. The first three if left out"},
     batch_size={"type": int, "action": "append", "metavar": "N", "help": "rows to try of generate; repeatable"},
     no_memory={"action": "store_true", "help": "leave out the peak of memory, which is one more draw of each"},
     backend={"choices": ("native", "transformers"), "default": "native", "help": "engine of our side"},
+    weights={"choices": ("model", "int8"), "default": "model", "help": "products of our side"},
     slots={"type": int, "metavar": "N", "help": "sequences that our engine decodes at a time"},
 )
 

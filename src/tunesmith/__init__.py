@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tunesmith.engine.models.optimizer import MasterAdamW, StepReport
     from tunesmith.engine.rollout.engine import Engine
     from tunesmith.engine.rollout.factory import open_engine
+    from tunesmith.engine.rollout.native_engine import Native
     from tunesmith.engine.rollout.remote.connection import VLLM
     from tunesmith.engine.rollout.workers.engine import Workers
     from tunesmith.learn.algorithms.advantages import group_relative
@@ -64,6 +65,7 @@ __all__ = [
     "LoadedModel",
     "MasterAdamW",
     "ModelSection",
+    "Native",
     "NewItem",
     "OptimizerSection",
     "PolicyTerms",
@@ -123,6 +125,7 @@ _NAMES = {
     "tunesmith.learn.rewards.scorer": "Scorer Scores",
     "tunesmith.engine.rollout.engine": "Engine",
     "tunesmith.engine.rollout.factory": "open_engine",
+    "tunesmith.engine.rollout.native_engine": "Native",
     "tunesmith.engine.rollout.remote.connection": "VLLM",
     "tunesmith.engine.rollout.workers.engine": "Workers",
     "tunesmith.base.schema.records": "Prompt",

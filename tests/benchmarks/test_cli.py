@@ -63,6 +63,16 @@ def test_bench_rollout_has_the_promised_figures_and_writes_them(tmp_path: Path, 
     assert keys(facts) == keys(known)
 
 
+@pytest.mark.nightly
+def test_bench_rollout_in_8_bits_is_compared_with_the_models_own_weights(capsys: pytest.CaptureFixture[str]):
+    words = ["rollout", "--workload", "plain", "--threads", "1", "--weights", "int8", "--against", "native"]
+    facts = _facts(capsys, *words)
+    plain = facts["workloads"]["plain"]
+    assert facts["weights"] == "int8"
+    assert list(plain["ratios"]) == ["native"] and "greedy" not in plain
+    assert 0 < facts["logp_diff_max"] < 0.2
+
+
 @pytest.mark.slow
 def test_bench_step_has_the_promised_figures(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("trl")
@@ -109,8 +119,9 @@ def test_bench_families_has_the_promised_figures(capsys: pytest.CaptureFixture[s
         (["update", "--micro-batch-size", "0"], "micro_batch_size is 0"),
         (["update", "--out", "no/such/folder/x.json"], "--out"),
         (["rollout", "--workload", "plian"], "plain, seed, shared"),
-        (["rollout", "--against", "sglang"], "transformers, transformers-cb, vllm"),
+        (["rollout", "--against", "sglang"], "transformers, transformers-cb, native, vllm, llamacpp"),
         (["rollout", "--workload", "plain", "--against", "vllm"], "TUNESMITH_VLLM_PYTHON is not set"),
+        (["rollout", "--workload", "plain", "--quick", "--against", "llamacpp"], "LLAMA_CPP names no folder"),
         (["rollout", "--rounds", "0"], "rounds is 0"),
         (["rollout", "--workload", "shared"], "--quick"),
         (["rollout", "--out", "no/such/folder/x.json"], "--out"),

@@ -18,7 +18,7 @@ def test_every_shipped_recipe_is_valid_and_describes_itself(name: str) -> None:
 def test_the_recipes_that_the_documents_name_are_there() -> None:
     expected = {"reward_votes", "ppo_sentiment", "ppo_from_reward_model", "scratch_ppo", "demo_reward", "demo_ppo"}
     expected |= {"demo_grpo", "grpo_arithmetic", "grpo_v100", "grpo_gsm8k", "ppo_scratch", "sft_oasst", "dpo_demo"}
-    expected |= {"reward_hh", "reward_mix"}
+    expected |= {"reward_hh", "reward_mix", "grpo_int8"}
     expected |= {"sentiment_imdb_sft", "sentiment_imdb_reward", "sentiment_imdb", "sentiment_imdb_hub"}
     assert expected <= set(shipped_names())
 

@@ -29,6 +29,6 @@ def built(require) -> Callable[..., Kernels]:
 def native(built) -> Kernels:
     """Kernels that run in C++ or raise, with all operations loaded."""
     return built(
-        *("sample", "rms_norm", "gated", "linear", "logprob"),
+        *("sample", "rms_norm", "gated", "linear", "linear_int8", "logprob"),
         *("attention", "attention_gradient", "adamw", "preference", "masked_softmax"),
     )

@@ -18,6 +18,8 @@ from tunesmith.engine.kernels.adamw.torch_impl import AdamWSettings, FloatMoment
 from tunesmith.engine.kernels.attention.api import attend_packed
 from tunesmith.engine.kernels.attention.records import AttentionSettings, Rope
 from tunesmith.engine.kernels.gated.api import activate, gated, softcap
+from tunesmith.engine.kernels.linear_int8.api import linear as int8_linear
+from tunesmith.engine.kernels.linear_int8.api import pack as pack_int8
 from tunesmith.engine.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.engine.kernels.masked_softmax.api import masked_softmax
 from tunesmith.engine.kernels.masked_softmax.torch_impl import KeyMask
@@ -41,7 +43,7 @@ def portable(request, require) -> Kernels:
         flags = tuple(flag.replace("native", request.param) for flag in compiled.FLAGS)
         patch.setattr(compiled, "FLAGS", flags)
         normalized = ("rms_norm", "masked_softmax", "logprob", "attention", "attention_gradient")
-        for op in ("sample", "gated", "linear", "preference", "adamw", *normalized):
+        for op in ("sample", "gated", "linear", "linear_int8", "preference", "adamw", *normalized):
             assert kernels.library(op, torch.device("cpu")) is not None
     return kernels
 
@@ -124,6 +126,15 @@ def test_votes_select_and_update_as_defined(shape: tuple[int, int], dtype: torch
     expected = exact(batch, start_N, 0.01)
     assert torch.equal(out_BN, expected.selected_BN.to(dtype))
     torch.testing.assert_close(weights_N.double(), expected.weights_N, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_in_8_bits_are_those_of_the_definition(dtype: torch.dtype, portable: Kernels):
+    """With AVX2 by other instructions, and without it in torch."""
+    x, weight, bias = normal(13, 333).to(dtype), normal(70, 333, seed=1).to(dtype), normal(70, seed=2).to(dtype)
+    found = int8_linear(x, pack_int8(weight, kernels=portable), bias)
+    expected = int8_linear(x, pack_int8(weight, kernels=Kernels("torch")), bias)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=torch.finfo(dtype).eps)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tunesmith import train
 from tunesmith.base.config.sections import LoraSection
+from tunesmith.base.core.errors import InputError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.pack import pack
 from tunesmith.engine.batch.rollout import Group, SamplingParams
@@ -27,7 +28,7 @@ from tunesmith.engine.models.logprob import token_logps
 from tunesmith.engine.models.lora import AdapterBase, add_adapters
 from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.rollout.factory import open_engine
-from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.native_engine import Native, NativeEngine
 from tunesmith.engine.rollout.transformers_backend import TransformersEngine
 
 DENSE = ("gemma", "phi3", "olmo2", "smollm3", "granite", "phi", "gpt_neox", "stablelm", "starcoder2")
@@ -218,6 +219,8 @@ def test_the_part_that_is_not_known_is_the_reason(
     with caplog.at_level("INFO", logger="tunesmith"):
         assert isinstance(open_engine(model, loaded.tokenizer), TransformersEngine)
     assert [line for line in caplog.messages if reason in line]
+    with pytest.raises(InputError, match="weights are int8, which needs the native engine"):
+        open_engine(model, loaded.tokenizer, backend=Native("int8"))
 
 
 def test_a_layer_in_the_middle_is_named_and_modes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

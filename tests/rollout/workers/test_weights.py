@@ -53,7 +53,7 @@ class Parts:
         self.publisher = weights.Publisher(self.module, self.store.publish, self.store.discard, Kernels())
         content = self.loaded.model, self.loaded.tokenizer, head
         skeleton = weights.pickled(content, dict(self.module.named_parameters()))
-        self.worker = Worker(Setup(skeleton, "auto", 1, 8, None, True), self.store.fetch)
+        self.worker = Worker(Setup(skeleton, "auto", 1, 8, None, "model", True), self.store.fetch)
 
     def draw(self, edition: int) -> Draw:
         return Draw(edition, 1, 0, ((5, 6, 7),), (NoiseKey(1, 0),), 2, SamplingParams(max_new_tokens=6, seed=0))
@@ -127,7 +127,7 @@ class Delayed:
 
 def test_a_worker_that_proves_weights_which_are_no_longer_wanted_gets_the_others_again() -> None:
     transport: Any = Delayed()
-    pool = Pool(transport, Setup(b"", "auto", 1, 8, None, True), 1, timeout_s=60.0, check=lambda *_: None)
+    pool = Pool(transport, Setup(b"", "auto", 1, 8, None, "model", True), 1, timeout_s=60.0, check=lambda *_: None)
     pool.use(Load(3, ()))
     transport.replies = [(0, Loaded(3, (), True, ()))]
     pool.receive(0.0)

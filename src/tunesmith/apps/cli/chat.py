@@ -315,7 +315,7 @@ def _load(
             continue
         loaded = load_policy(ModelSection(name=name, trust_remote_code=options.trust_remote_code))
         has_template = bool(loaded.tokenizer.chat_template)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        engine = open_engine(loaded.model, loaded.tokenizer, backend=options.backend)
+        engine = open_engine(loaded.model, loaded.tokenizer, backend=options.engine)
         speaker = Speaker(name, engine, has_template)
         if open_episode is not None and section is not None:
             speaker.partner = Partner(open_episode, loaded.tokenizer, section)

@@ -108,7 +108,7 @@ def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]")
     keep_freed_memory()
     check_request(prompts, options.num_completions, sampling)
     loaded = load_policy(ModelSection(name=model, trust_remote_code=options.trust_remote_code))
-    engine = open_engine(loaded.model, loaded.tokenizer, backend=options.backend)
+    engine = open_engine(loaded.model, loaded.tokenizer, backend=options.engine)
     if _is_live(options):
         return _complete_live(engine, prompts, sampling)
     total = len(prompts) * options.num_completions

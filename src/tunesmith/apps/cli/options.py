@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tunesmith.base.config.load import Overrides
     from tunesmith.base.config.sections import EnvironmentSection
     from tunesmith.engine.batch.rollout import SamplingParams
+    from tunesmith.engine.rollout.native_engine import Native
 
 Options = TypeVar("Options")
 EnvironmentOptions = TypeVar("EnvironmentOptions", bound="EnvironmentFlags")
@@ -79,6 +80,20 @@ class SamplingFlags:
     repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", "X")] = 1.0
     stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", "TEXT")] = ()
     backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.")] = "native"
+    weights: Annotated[
+        Literal["model", "int8"], flag("int8: rounded to 8 bits while drawing, which is faster (native, CPU).")
+    ] = "model"
+
+    @property
+    def engine(self) -> 'Literal["transformers"] | Native':
+        """The engine that the flags name. Raises InputError for 8 bits of one that has none."""
+        from tunesmith.engine.rollout.native_engine import Native
+
+        if self.backend == "native":
+            return Native(self.weights)
+        if self.weights != "model":
+            raise InputError(f"--weights {self.weights} is for --backend native; leave one of them out")
+        return self.backend
 
     def sampling(self, max_new_tokens: int, seed: int | None, top_k: int = 0) -> "SamplingParams":
         """The sampling settings that the flags give."""

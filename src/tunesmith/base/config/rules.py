@@ -140,6 +140,11 @@ SAMPLING: tuple[Rule, ...] = (
         "rollout.backend is transformers, whose limit is rollout.batch_size; set that one",
     ),
     Rule(
+        "rollout.weights",
+        is_not("rollout.backend", "native"),
+        "it is for rollout.backend native; set that, or leave this out",
+    ),
+    Rule(
         "rollout.kv_cache_mb",
         is_not("rollout.backend", "native"),
         "it is the cache of rollout.backend native; set that, or leave this out",

@@ -388,6 +388,9 @@ class RolloutSection(Section):
     """Above 1, tokens of the prompt and the completion become less likely; 1 is off."""
     num_slots: PositiveInt = 128
     """Completions sampled at a time by the native engine, or asked of a server."""
+    weights: Literal["model", "int8"] = "model"
+    """Weights that the native engine multiplies with: in the model's dtype, or rounded to 8 bits, which is faster and
+    leaves its log-probs some hundredths of a nat from the trainer's, for which `importance` corrects."""
     kv_cache_mb: PositiveInt | None = None
     """Size of the native engine's KV cache; null is what all slots need at most, up to a quarter of the memory."""
     unload_during_update: bool = True

@@ -17,7 +17,7 @@ from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.rollout.device.engine import DeviceEngine
 from tunesmith.engine.rollout.divided import DividedEngine
 from tunesmith.engine.rollout.engine import Engine
-from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.native_engine import Native, NativeEngine
 from tunesmith.engine.rollout.remote.connection import VLLM
 from tunesmith.engine.rollout.remote.engine import RemoteEngine
 from tunesmith.engine.rollout.transformers_backend import TransformersEngine
@@ -33,7 +33,7 @@ def open_engine(
     model: PreTrainedModel | LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    backend: Backend | VLLM | Workers = "native",
+    backend: Backend | Native | VLLM | Workers = "native",
     weight_version: Callable[[], int] = lambda: 0,
     batch_size: int = 64,
     num_slots: int = 128,
@@ -49,8 +49,8 @@ def open_engine(
         tokenizer: Its tokenizer; prompts of messages need a chat template.
         backend: "native": continuous batching over a paged key/value cache; on a GPU the device engine. A model with an
             unknown part (`engine/models/reader.py`) falls back to "transformers", with a line in the log.
-            "transformers": `model.generate`. A record `VLLM`: vLLM, in this process or a server. A record `Workers`:
-            the native engine in other processes, on a CPU.
+            A record `Native` has settings of it. "transformers": `model.generate`. A record `VLLM`: vLLM, in this
+            process or a server. A record `Workers`: the native engine in other processes, on a CPU.
         weight_version: Called once per `generate`; a number that is stamped on every group.
         batch_size: Sequences at a time (transformers).
         num_slots: Completions decoded, or asked of a server, at a time (native, vLLM).
@@ -73,10 +73,7 @@ def open_engine(
     if backend != "transformers":
         # A recipe may train by another forward pass, which says nothing about the engine.
         known = trained if trained.decoder is not None else language_model(trained.module, trained.kernels)
-        if not isinstance(known.backend, FullForward):
-            engine = DeviceEngine if known.decoder is None else partial(NativeEngine, is_trained=known is trained)
-            if isinstance(backend, Workers):
-                engine = partial(WorkerEngine, workers=backend, is_trained=known is trained)
+        if engine := _own_engine(known, backend, is_trained=known is trained):
             return engine(
                 known,
                 tokenizer,
@@ -85,10 +82,31 @@ def open_engine(
                 kv_cache_mb=kv_cache_mb,
                 value_head=value_head,
             )
-        if isinstance(backend, Workers):
-            raise InputError(f"workers draw by the native engine, which cannot draw this model: {known.backend.reason}")
-        _log.info("the rollout engine is transformers, which is slower: %s", known.backend.reason)
     return TransformersEngine(trained.module, tokenizer, weight_version=weight_version, batch_size=batch_size)
+
+
+def _own_engine(
+    model: LanguageModel, backend: Literal["native"] | Native | Workers, *, is_trained: bool
+) -> Callable[..., Engine] | None:
+    """The class of the engine of ours that draws this model, with its own settings; None if transformers must.
+
+    Raises:
+        InputError: that engine has no workers, or no products in 8 bits.
+    """
+    weights = "model" if backend == "native" else backend.weights
+    if isinstance(model.backend, FullForward):
+        if isinstance(backend, Workers) or weights != "model":
+            asked = "workers draw by" if isinstance(backend, Workers) else f"weights are {weights}, which needs"
+            raise InputError(f"{asked} the native engine, which cannot draw this model: {model.backend.reason}")
+        _log.info("the rollout engine is transformers, which is slower: %s", model.backend.reason)
+        return None
+    if isinstance(backend, Workers):
+        return partial(WorkerEngine, workers=backend, is_trained=is_trained)
+    if model.decoder is not None:
+        return partial(NativeEngine, weights=weights, is_trained=is_trained)
+    if weights != "model":
+        raise InputError(f"weights are {weights}, which the engine of a GPU has not; leave them out")
+    return DeviceEngine
 
 
 def engine_for(
@@ -101,7 +119,7 @@ def engine_for(
     ahead: Ahead | None = None,
 ) -> Engine:
     """The engine that a recipe's sections name, on the weights that `optimizer()` changes; it may draw `ahead`."""
-    workers = Workers.of(scale) if scale is not None and scale.workers else None
+    workers = Workers.of(scale, cfg.weights) if scale is not None and scale.workers else None
     if workers and num_ranks() > 1:
         raise InputError(
             f"scale.workers is {workers.count}, but {num_ranks()} ranks draw already; set one of them back"
@@ -116,7 +134,7 @@ def engine_for(
     engine = open_engine(
         policy if part is None else part.drawing,
         tokenizer,
-        backend=VLLM.of(cfg) if cfg.backend == "vllm" else workers or cfg.backend,
+        backend=VLLM.of(cfg) if cfg.backend == "vllm" else workers or own_backend(cfg),
         weight_version=weight_version,
         batch_size=cfg.batch_size,
         num_slots=cfg.num_slots,
@@ -130,9 +148,16 @@ def engine_for(
     return DividedEngine(engine, None if part is None else lambda: part.refresh(weight_version()))
 
 
+def own_backend(cfg: RolloutSection) -> Literal["transformers"] | Native:
+    """The engine of this process that a recipe's section names; the native one where it names vLLM."""
+    return "transformers" if cfg.backend == "transformers" else Native(cfg.weights)
+
+
 def _check(backend: object, **numbers: int | None) -> None:
-    if not (isinstance(backend, VLLM | Workers) or backend in get_args(Backend)):
-        raise InputError(f"rollout backend {backend!r} is unknown; choose native, transformers or a record VLLM")
+    if not (isinstance(backend, Native | VLLM | Workers) or backend in get_args(Backend)):
+        raise InputError(
+            f"rollout backend {backend!r} is unknown; choose native, transformers or a record Native, VLLM or Workers"
+        )
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; give at least 1")

@@ -10,7 +10,7 @@ V vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,9 @@ from tunesmith.engine.kernels.linear.api import linear as packed_linear
 from tunesmith.engine.kernels.linear.api import pack as pack_panels
 from tunesmith.engine.kernels.linear.exact import is_by_tiles, linear
 from tunesmith.engine.kernels.linear.grouped import each_group
+from tunesmith.engine.kernels.linear_int8.api import PackedInt8
+from tunesmith.engine.kernels.linear_int8.api import linear as int8_linear
+from tunesmith.engine.kernels.linear_int8.api import pack as pack_int8
 from tunesmith.engine.kernels.native import Kernels
 from tunesmith.engine.models import decoder as flat
 from tunesmith.engine.models.adapter import Adapter, add_low_rank, dora_scale, stretch
@@ -35,8 +38,12 @@ from tunesmith.engine.rollout.scheduler import Plan, Rows
 
 _log = get_logger(__name__)
 
+Weights = Literal["model", "int8"]
+"""What the packed weights are: in the model's dtype, or in 8 bits, which is faster and not exact."""
+
 _MIN_ROWS = 4
-"""Steps are padded to as many rows: oneDNN is slower for two rows than for four, and may sum one row otherwise."""
+"""Rows that steps are padded to where torch multiplies: oneDNN is slower for two rows than for four, and may sum one
+row otherwise."""
 
 _PACKED_ROWS = 64
 """Number of input rows that oneDNN's packed layout is chosen for."""
@@ -44,16 +51,23 @@ _PACKED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """The concatenated weights of a projection: in panels for our kernel, in oneDNN's layout, or plain."""
+    """The concatenated weights of a projection: in panels for our kernels, in oneDNN's layout, or plain."""
 
-    weight: PackedWeight | torch.Tensor
+    weight: PackedWeight | PackedInt8 | torch.Tensor
     bias: torch.Tensor | None
     sizes: tuple[int, ...]
+
+    @property
+    def is_by_row(self) -> bool:
+        """True if kernels of ours multiply, for which a single row is as good as several."""
+        return isinstance(self.weight, PackedWeight | PackedInt8)
 
     def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
         """The outputs, views of one tensor `[T, sum(sizes)]`."""
         if isinstance(self.weight, PackedWeight):
             y_TO = packed_linear(x_TI, self.weight, self.bias)
+        elif isinstance(self.weight, PackedInt8):
+            y_TO = int8_linear(x_TI, self.weight, self.bias)
         elif self.weight.is_mkldnn:
             y_TO = torch.ops.mkldnn._linear_pointwise.default(x_TI, self.weight, self.bias, "none", [], "")
         else:
@@ -64,10 +78,13 @@ class PackedLinear:
 
 
 class Packer:
-    """Packs projections. The layout for a shape is measured once, with the first weight of that shape."""
+    """Packs projections, in the model's dtype or in 8 bits. The layout for a shape is measured once, with the first
+    weight of that shape.
+    """
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, weights: Weights) -> None:
         self._kernels = kernels
+        self._weights = weights
         self._blocks = BlocksLikeTorch(kernels)
 
     @torch.no_grad()
@@ -85,6 +102,8 @@ class Packer:
         return [self._packed(weight_OI.contiguous(), bias_O, (len(weight_OI),)) for weight_OI, bias_O in parts]
 
     def _packed(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, sizes: tuple[int, ...]) -> PackedLinear:
+        if self._weights == "int8":
+            return PackedLinear(pack_int8(weight_OI, kernels=self._kernels), bias_O, sizes)
         block = self._blocks.of(weight_OI)
         if block is not None:
             return PackedLinear(pack_panels(weight_OI, block, kernels=self._kernels), bias_O, sizes)
@@ -213,6 +232,7 @@ class CachedDecoder:
         self.decoder = decoder
         self.linears: dict[int, Callable[[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self.experts: dict[int, list[PackedLinear]] = {}
+        self.min_rows = _MIN_ROWS
 
     @torch.no_grad()
     def forward(
@@ -260,7 +280,7 @@ class CachedDecoder:
     ) -> torch.Tensor:
         """As `forward`, of tokens that the host lists."""
         count, device = len(tokens.token_ids), storage.device
-        missing = max(0, _MIN_ROWS - count)
+        missing = max(0, self.min_rows - count)
         ids_T, positions_T, table_rows_T = (
             torch.tensor(values + values[-1:] * missing, dtype=dtype, device=device)
             for values, dtype in (
@@ -301,15 +321,15 @@ class StepOutput:
 class Runner(CachedDecoder):
     """Steps of a plan on a CPU, with packed copies of the weights as of the last `repack`."""
 
-    def __init__(self, decoder: Decoder, weights: Fingerprint) -> None:
+    def __init__(self, decoder: Decoder, current: Fingerprint, packer: Packer) -> None:
         super().__init__(decoder)
         self.architecture = decoder.architecture
         self._projections = projections(decoder.architecture)
-        self._packer = Packer(decoder.kernels)
+        self._packer = packer
         self._packed: dict[int, list[TensorId | None]] = {}
         self._step: RecordedStep | None = None
         self._can_record = not decoder.is_divided and decoder.part is None
-        self.repack(weights)
+        self.repack(current)
 
     @property
     def has_adapters(self) -> bool:
@@ -322,13 +342,13 @@ class Runner(CachedDecoder):
         adapted = [packed for packed in self.linears.values() if isinstance(packed, AdaptedLinear)]
         return bool(adapted) and all(packed.is_idle for packed in adapted)
 
-    def repack(self, weights: Fingerprint) -> None:
-        """Pack the current weights, those of `weights`, one projection after the other, so that no second copy of all
+    def repack(self, current: Fingerprint) -> None:
+        """Pack the current weights, those of `current`, one projection after the other, so that no second copy of all
         is held. What did not change is not packed again: with adapters, no base is.
         """
         self.forget_step()
         for projection in self._projections:
-            key, now = id(projection), [weights.of(parameter) for parameter in projection.parameters]
+            key, now = id(projection), [current.of(parameter) for parameter in projection.parameters]
             if None in now or self._packed.pop(key, None) != now:
                 self.linears.pop(key, None)  # free the old copy first
                 self.experts.pop(key, None)
@@ -339,6 +359,8 @@ class Runner(CachedDecoder):
             elif isinstance(packed := self.linears.get(key), AdaptedLinear):
                 packed.refresh()
             self._packed[key] = now
+        packed = [*self.linears.values(), *(one for experts in self.experts.values() for one in experts)]
+        self.min_rows = 1 if all(isinstance(one, PackedLinear) and one.is_by_row for one in packed) else _MIN_ROWS
 
     def forget_step(self) -> None:
         """Release the recorded step, which holds the cache's storage."""
@@ -391,7 +413,7 @@ class Runner(CachedDecoder):
                 repeats.append(len(chunk.sequences))
         if not rows:
             return StepOutput(hidden_TH[:0], hidden_TH.new_zeros((0, *self.decoder.architecture.head.sizes)))
-        padded_RH = hidden_TH[rows + rows[-1:] * (_MIN_ROWS - len(rows))]
+        padded_RH = hidden_TH[rows + rows[-1:] * (self.min_rows - len(rows))]
         hidden_RH, logits_RV = padded_RH[: len(rows)], self.logits(padded_RH)[: len(rows)]
         if max(repeats) > 1:
             repeat_R = torch.tensor(repeats)

@@ -25,7 +25,7 @@ from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.models.logprob import token_logps
 from tunesmith.engine.models.slots import ParameterGroup, Part, Slot
 from tunesmith.engine.rollout.engine import Engine
-from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.factory import open_engine, own_backend
 from tunesmith.learn.trainers.setup import say
 from tunesmith.observe.reports.text import duration
 
@@ -113,7 +113,7 @@ def trial_engine(policy: LanguageModel, tokenizer: PreTrainedTokenizerBase, roll
     return open_engine(
         policy,
         tokenizer,
-        backend="transformers" if rollout.backend == "transformers" else "native",
+        backend=own_backend(rollout),
         batch_size=rollout.batch_size,
         num_slots=rollout.num_slots,
         kv_cache_mb=rollout.kv_cache_mb,

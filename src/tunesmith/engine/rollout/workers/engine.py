@@ -24,6 +24,7 @@ from tunesmith.engine.models.tokenizer import decode_after
 from tunesmith.engine.rollout import weight_check
 from tunesmith.engine.rollout.dialogue import in_rounds
 from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, GenerationInterrupted, Request, make_request
+from tunesmith.engine.rollout.runner import Weights
 from tunesmith.engine.rollout.sampler import NoiseKey, noise_keys
 from tunesmith.engine.rollout.workers import weights
 from tunesmith.engine.rollout.workers.actors import RayTransport
@@ -44,7 +45,7 @@ class Workers:
 
     `lease` is the largest number of completions that one is given at a time; one that gives no answer for longer than
     `timeout_s` seconds is killed and started again. With an `address` ("auto", or "HOST:PORT") they are actors of the
-    Ray cluster there, of which this machine is one; without, processes of this machine.
+    Ray cluster there, of which this machine is one; without, processes of this machine. `weights` are as of `Native`.
 
     Raises:
         InputError: a number is too small.
@@ -55,15 +56,17 @@ class Workers:
     lease: int = 16
     timeout_s: float = 600.0
     address: str | None = None
+    weights: Weights = "model"
 
     def __post_init__(self) -> None:
         if min(self.count, self.num_threads, self.lease) < 1 or self.timeout_s <= 0:
             raise InputError(f"{self}: give at least 1 worker, 1 thread, 1 completion, and a time above 0")
 
     @classmethod
-    def of(cls, section: SamplingScaleSection) -> Self:
+    def of(cls, section: SamplingScaleSection, weights: Weights = "model") -> Self:
         """Those of a recipe's section."""
-        return cls(section.workers, section.threads_per_worker, section.lease, section.timeout_s, section.address)
+        given = (section.workers, section.threads_per_worker, section.lease, section.timeout_s, section.address)
+        return cls(*given, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +333,7 @@ class WorkerEngine:
             self._workers.num_threads,
             self._num_slots,
             self._kv_cache_mb,
+            self._workers.weights,
             self._is_trained,
         )
 

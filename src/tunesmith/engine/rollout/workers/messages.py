@@ -9,6 +9,7 @@ import torch
 from tunesmith.base.core.errors import TunesmithError
 from tunesmith.base.core.trace import Trace
 from tunesmith.engine.batch.rollout import Completion, SamplingParams
+from tunesmith.engine.rollout.runner import Weights
 from tunesmith.engine.rollout.sampler import NoiseKey
 
 Handle = Any
@@ -27,6 +28,7 @@ class Setup:
     num_threads: int
     num_slots: int
     kv_cache_mb: int | None
+    weights: Weights
     is_trained: bool
 
 

@@ -124,6 +124,7 @@ class Worker:
             num_slots=setup.num_slots,
             kv_cache_mb=setup.kv_cache_mb,
             value_head=value_head,
+            weights=setup.weights,
             is_trained=setup.is_trained,
         )
 
