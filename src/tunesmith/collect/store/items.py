@@ -153,7 +153,14 @@ def _answers(connection: Connection, item_ids: Sequence[int], columns: Sequence[
 
 def _item_of(offer: Offer) -> NewItem:
     kind = "pair" if len(offer.candidates) == 2 else "ranking"
-    return NewItem(offer.prompt, offer.candidates, kind=kind, heldout=offer.heldout, offer_id=offer.id)
+    return NewItem(
+        offer.prompt,
+        offer.candidates,
+        kind=kind,
+        heldout=offer.heldout,
+        offer_id=offer.id,
+        selection=offer.selection,
+    )
 
 
 def _prompt_ids(connection: Connection, campaign_id: int, contents: Sequence[Text]) -> list[int]:
@@ -261,6 +268,7 @@ def _insert_all(connection: Connection, campaign_id: int, new: Sequence[tuple[in
             "heldout": item.heldout,
             "offer_id": item.offer_id,
             "is_open": True,
+            "selection": item.selection,
         }
         for (prompt_id, item), ids in zip(new, ids_of, strict=True)
     ]
