@@ -1,4 +1,4 @@
-"""The curves of `benchmarks.active --pool ...` as a picture: `python -m benchmarks.active_picture FIGURES.json OUT.svg`.
+"""The curves of `benchmarks.active --pool`, as `python -m benchmarks.active_picture FIGURES.json OUT.svg` draws them.
 
 A panel for each pool: the accuracy on held-out pairs over the labels that were asked for, a line for each selection,
 the mean over the seeds; random pairs are dashed, and "longer wins" is a grey line.
@@ -62,11 +62,9 @@ def picture(facts: Mapping[str, Any]) -> str:
             parts.append(_path([at(0, y), at(most, y)], f"stroke='{LIGHT['grid']}'"))
             if place == 0:
                 parts.append(f"<text x='{left - 6}' y='{at(0, y)[1] + 4:.1f}' text-anchor='end'>{y:.2f}</text>")
-        ends = [("start", 0), ("middle", most // 2), ("end", most)]
-        for anchor, x in ends:
-            parts.append(
-                f"<text x='{at(x, low)[0]:.1f}' y='{at(x, low)[1] + 16:.1f}' text-anchor='{anchor}'>{x}</text>"
-            )
+        for anchor, number in (("start", 0), ("middle", most // 2), ("end", most)):
+            x, y = at(number, low)
+            parts.append(f"<text x='{x:.1f}' y='{y + 16:.1f}' text-anchor='{anchor}'>{number}</text>")
         longer = pool["longer_wins"]
         parts.append(_path([at(0, longer), at(most, longer)], f"stroke='{LIGHT['line']}' stroke-width='2'"))
         parts += [_line([at(x, y) for x, y in means[name][method]], method) for method in methods]
@@ -97,7 +95,11 @@ def main(words: Sequence[str]) -> int:
             facts = json.loads(Path(words[0]).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"{words[0]} cannot be read as figures: {error}") from error
-        Path(words[1]).write_text(picture(facts), encoding="utf-8")
+        drawn = picture(facts)
+        try:
+            Path(words[1]).write_text(drawn, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{words[1]} cannot be written: {error}; give a file in a folder that exists") from error
     except TunesmithError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
