@@ -132,6 +132,23 @@ def test_random_needs_no_model_and_is_no_order_of_a_file(run: Run, folder: Path)
     assert {reason for _, reason in order} == {"random"} and sorted(prompts) != prompts
 
 
+def test_the_reason_is_in_exports_and_comes_back_with_an_import(run: Run, folder: Path, heads: Path, tmp_path: Path):
+    assert run("--dir", folder, "--reward-model", heads, "--num", 12)[0] == 0
+    asked(folder)
+    rows: list[list[dict[str, object]]] = []
+    for place in (folder, tmp_path / "other"):
+        out = tmp_path / f"{place.name}.jsonl"
+        assert main(["votes", "export", str(out), "--dir", str(place)]) == 0
+        rows.append([json.loads(line) for line in out.read_text().splitlines()])
+        assert main(["votes", "import", str(out), "--labels", "votes", "--dir", str(tmp_path / "other")]) == 0
+    reasons = [[(row["prompt"], row["selection"]) for row in of] for of in rows]
+    assert reasons[0] == reasons[1] and {str(reason).split(" ")[0] for _, reason in reasons[0]} == {
+        "",
+        "random",
+        "drts",
+    }
+
+
 def test_pairs_that_the_model_cannot_read_come_last(run: Run, folder: Path):
     too_long = NewItem("an essay is", (Candidate(" short"), Candidate(" long" * 2000)))
     with VoteStore.open(folder / "votes.db") as store:

@@ -133,7 +133,7 @@ class Selected:
 
 
 @dataclass(frozen=True, slots=True)
-class Campaign:
+class CampaignPairs:
     """Given items of a campaign that no rater was shown, one at least, and its votes, of which the newest are known."""
 
     id: int
@@ -146,11 +146,11 @@ class Campaign:
         return [one for one in self.waiting if one.kind == "pair" and not one.heldout]
 
 
-def read_campaign(place: str | Path, name: str) -> Campaign:
+def read_campaign(place: str | Path, name: str) -> CampaignPairs:
     """The campaign of this name. Raises StoreError for an unknown one, DataError if nothing waits in it."""
     with VoteReader.open(place) as reader:
         campaign_id = reader.campaign_named(name).id
-        found = Campaign(campaign_id, list(reader.waiting_items(campaign_id)), _newest_votes(reader, campaign_id))
+        found = CampaignPairs(campaign_id, list(reader.waiting_items(campaign_id)), _newest_votes(reader, campaign_id))
     if not found.waiting:
         raise DataError(
             f"in the campaign {name!r} no given pair waits for its first vote; import some with `votes import`, or "
@@ -161,7 +161,7 @@ def read_campaign(place: str | Path, name: str) -> Campaign:
 
 def select_pairs(
     place: str | Path,
-    campaign: Campaign,
+    campaign: CampaignPairs,
     section: LiveSelectionSection,
     source: Source | None,
     *,

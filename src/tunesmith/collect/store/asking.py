@@ -11,13 +11,12 @@ from sqlalchemy import Connection, bindparam, exists, false, or_, select, true, 
 
 from tunesmith.base.schema.records import Text
 from tunesmith.collect.store import audit
-from tunesmith.collect.store.items import chunks, texts_of_items
+from tunesmith.collect.store.items import LONGEST_REASON, chunks, texts_of_items
 from tunesmith.collect.store.queue import by_people
 from tunesmith.collect.store.records import Campaign, ItemKind
 from tunesmith.collect.store.tables import items, presentations, prompts
 
 _PAGE = 500
-_LONGEST_REASON = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def set_order(
     reasons = {one.item_id: one.reason for one in wanted if one.item_id in free}
     connection.execute(update(items).where(*given, _was_shown()).values(place=-len(reasons) - 1))
     rows = [
-        {"of": item_id, "at": number - len(reasons), "why": reason[:_LONGEST_REASON]}
+        {"of": item_id, "at": number - len(reasons), "why": reason[:LONGEST_REASON]}
         for number, (item_id, reason) in enumerate(reasons.items())
     ]
     if rows:

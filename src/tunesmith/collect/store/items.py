@@ -15,6 +15,9 @@ from tunesmith.collect.store.tables import candidates, insert_rows, item_candida
 MAX_ANSWERS = 10
 """Most answers of a ranking."""
 
+LONGEST_REASON = 64
+"""Characters of the reason for which an item is asked; what is longer is cut."""
+
 _CHUNK = 500
 """Values in one IN clause: databases limit the number of parameters."""
 
@@ -268,7 +271,7 @@ def _insert_all(connection: Connection, campaign_id: int, new: Sequence[tuple[in
             "heldout": item.heldout,
             "offer_id": item.offer_id,
             "is_open": True,
-            "selection": item.selection,
+            "selection": check_text(item.selection, "the selection of an item")[:LONGEST_REASON],
         }
         for (prompt_id, item), ids in zip(new, ids_of, strict=True)
     ]
