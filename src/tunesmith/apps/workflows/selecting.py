@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from tunesmith.base.config.algorithms.live import LiveSelectionSection
-from tunesmith.base.core.errors import DataError, InputError
+from tunesmith.base.core.errors import DataError, InputError, ModelError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.collect.data.answers import Answer, TokenLimit, encode_answer, fitting
 from tunesmith.collect.data.collate import truncate_left
@@ -82,6 +82,8 @@ class FromHeads:
         features: dict[int, torch.Tensor] = {}
         for part in chunks(list(sides), _PORTION):
             rewards_MK = head_rewards(self.model, [ids for item_id in part for ids in sides[item_id]]) - offset_K
+            if not rewards_MK.isfinite().all():
+                raise ModelError(f"the reward model {self.model.source} gave rewards that are not finite; get it again")
             features |= dict(zip(part, rewards_MK.reshape(len(part), 2, -1), strict=True))
             progress(len(features))
         return Believed(features, HeadBeliefs(self.model.num_heads))

@@ -49,7 +49,7 @@ from tunesmith.collect.store.tables import (
     votes,
 )
 
-Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration, RatedAnswer, PairToJudge)
+Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration, RatedAnswer, PairToJudge, WaitingItem)
 
 _PAGE = 500
 _PREFERENCES: dict[StoredVerdict, PreferenceName] = {
