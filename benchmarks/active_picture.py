@@ -23,6 +23,7 @@ _COLOURS = {
     "d_optimal": LIGHT["stage_6"],
 }
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _GAP = 300, 250, 46, 62, 40, 24
+_KEY = 110
 _STEP = 0.05
 
 
@@ -34,7 +35,8 @@ def picture(facts: Mapping[str, Any]) -> str:
             "the figures hold no pools; give those of `python -m benchmarks.active --pool NAME --out FILE`"
         )
     methods = [name for name in _COLOURS if any(name in pool for pool in pools.values())]
-    width, height = _LEFT + len(pools) * (_WIDTH + _GAP), _TOP + _HEIGHT + _BOTTOM
+    width = _LEFT + max(len(pools) * (_WIDTH + _GAP), len(methods) * _KEY)
+    height = _TOP + _HEIGHT + _BOTTOM
     num_seeds = len(next(iter(pools.values()))["random"]["curves"])
     means = {name: {method: _mean(pool[method]["curves"]) for method in methods} for name, pool in pools.items()}
     every = [y for of in means.values() for curve in of.values() for _, y in curve]
@@ -47,7 +49,7 @@ def picture(facts: Mapping[str, Any]) -> str:
         f"<rect width='100%' height='100%' fill='{LIGHT['card']}'/>",
     ]
     for place, method in enumerate(methods):
-        x = _LEFT + 130 * place
+        x = _LEFT + _KEY * place
         parts += [_line([(x, 18.0), (x + 24, 18.0)], method), f"<text x='{x + 30}' y='22'>{method}</text>"]
     for place, (name, pool) in enumerate(pools.items()):
         left = _LEFT + place * (_WIDTH + _GAP)
@@ -66,7 +68,7 @@ def picture(facts: Mapping[str, Any]) -> str:
             x, y = at(number, low)
             parts.append(f"<text x='{x:.1f}' y='{y + 16:.1f}' text-anchor='{anchor}'>{number}</text>")
         longer = pool["longer_wins"]
-        parts.append(_path([at(0, longer), at(most, longer)], f"stroke='{LIGHT['line']}' stroke-width='2'"))
+        parts.append(_path([at(0, longer), at(most, longer)], f"stroke='{LIGHT['stage_8']}' stroke-width='2'"))
         parts += [_line([at(x, y) for x, y in means[name][method]], method) for method in methods]
     parts.append(f"<text x='{_LEFT}' y='{height - 6}'>labels asked for; grey: the longer answer wins</text></svg>")
     return "".join(parts) + "\n"
