@@ -163,14 +163,16 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
         pools: dict[str, object] = {}
         for name in dict.fromkeys(options.pool):
             facts, curves = pool_curves(name, methods, seeds, options, say)
-            pools[name] = {**facts, **compared(curves)}
+            pools[name] = {**facts, **compared(curves, by_seed=True)}
         return {**about, "pools": pools}
     curves = {method: [curve(method, seed, options, say) for seed in seeds] for method in methods}
     return {**head(options, "active", "quick", "votes", "completions", "pairs"), **compared(curves)}
 
 
-def compared(curves: Mapping[str, Sequence[Curve]]) -> dict[str, object]:
-    """The votes that each selection needs for what random pairs have at the end, and their share of all votes. Raises
+def compared(curves: Mapping[str, Sequence[Curve]], *, by_seed: bool = False) -> dict[str, object]:
+    """The votes that each selection needs for what random pairs have at the end, and their share of all votes.
+
+    That is the mean over the seeds, with `by_seed` what each seed has, where each is judged on other pairs. Raises
     InputError for a curve without measurements.
     """
     if not all(one for found in curves.values() for one in found):
@@ -178,10 +180,11 @@ def compared(curves: Mapping[str, Sequence[Curve]]) -> dict[str, object]:
     # The end of random pairs by their last two measurements: each has an error of its own.
     targets = [statistics.fmean(rate for _, rate in one[-2:]) for one in curves["random"]]
     target = statistics.fmean(targets)
+    targets = targets if by_seed else [target] * len(targets)
     num_votes = curves["random"][0][-1][0]
     facts: dict[str, object] = {"target": target}
     for method, found in curves.items():
-        needed = [votes_needed(one, target) for one in found]
+        needed = [votes_needed(one, wanted) for one, wanted in zip(found, targets, strict=True)]
         ratios = [None if one is None else one / num_votes for one in needed]
         known = [one for one in ratios if one is not None]
         facts[method] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import active_picture
-from benchmarks.active import main, votes_needed
+from benchmarks.active import compared, main, votes_needed
 from benchmarks.active_pool import Pool, pool_curve, trained_heads
 from tunesmith.base.schema.records import Pair, Prompt
 from tunesmith.learn.live.selection import Preferences
@@ -39,6 +39,18 @@ def test_a_quick_run_has_the_figures_and_the_same_ones_again(capsys: pytest.Capt
     for method in ("random", "drts"):
         (curve,) = facts[method]["curves"]
         assert [votes for votes, _ in curve] == [16, 32, 48] and all(0 <= rate <= 1 for _, rate in curve)
+
+
+def test_selections_are_compared_with_the_random_pairs_of_all_seeds_or_of_their_own():
+    curves = {
+        "random": [[(50, 0.7), (100, 0.7)], [(50, 0.8), (100, 0.8)]],
+        "drts": [[(50, 0.7), (100, 0.7)], [(50, 0.6), (100, 0.9)]],
+    }
+    together, alone = (compared(curves, by_seed=by_seed) for by_seed in (False, True))
+    assert together["target"] == alone["target"] == pytest.approx(0.75)
+    assert together["drts"]["votes"] == [None, pytest.approx(75)] and together["drts"]["votes_ratio"] is None
+    assert alone["drts"]["votes"] == [50, pytest.approx(50 + 50 * 2 / 3)]
+    assert alone["drts"]["votes_ratio"] == pytest.approx((0.5 + 5 / 6) / 2)
 
 
 def pool(num: int = 300, num_features: int = 12) -> Pool:
