@@ -1,10 +1,15 @@
-"""Votes that the live loop needs with each choice of pairs (`live.selection`), against random pairs.
+"""Votes that each choice of pairs (`live.selection`) needs, against random pairs: in the live loop, or of a fixed pool.
 
-In one process, so that no figure depends on the load of the machine: simulated raters vote on what the loop offers, the
-loop learns from every so many votes, and after some updates the version and the base model continue held-out openings,
-which the lexicon judges, ties half. Of the three raters each is right in 85 % of its votes, and one takes the left
-answer in 30 % of them whatever it says. `votes` of a selection are those after which its win rate, smoothed so that it
-does not fall, reaches what random pairs have after all votes. What is learnt says nothing about people.
+The live loop is driven in one process, so that no figure depends on the load of the machine: simulated raters vote on
+what it offers, it learns from every so many votes, and after some updates the version and the base model continue
+held-out openings, which the lexicon judges, ties half. Of the three raters each is right in 85 % of its votes, and one
+takes the left answer in 30 % of them whatever it says. `votes` of a selection are those after which its win rate,
+smoothed so that it does not fall, reaches what random pairs have after all votes. What is learnt says nothing about
+people.
+
+With `--pool hh`, `rmb` or `headlines` (repeatable) the votes are the labels of pairs that are there, of the folder that
+TUNESMITH_DATA names, and the figure is the accuracy on other pairs of a reward model's heads on frozen features
+(`benchmarks/active_pool.py`). `python -m benchmarks.active_picture FIGURES.json PICTURE.svg` draws its curves.
 """
 
 import random
@@ -16,11 +21,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.active_pool import POOLS, pool_curves
 from benchmarks.common import Say, benchmark, head, print_table, run
 from tunesmith.apps.workflows.live_raters import RaterTraits, verdict_of
 from tunesmith.apps.workflows.live_simulation import hit
 from tunesmith.base.config.algorithms.live import LiveRecipe
 from tunesmith.base.config.load import load_recipe
+from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.seeds import derive
 from tunesmith.collect.store.records import CampaignSettings, Verdict
 from tunesmith.collect.store.runs import RunReader
@@ -145,17 +152,40 @@ def votes_needed(found: Curve, target: float) -> float | None:
 
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
-    """The curves of all selections, and the votes that each needs."""
+    """The curves of all selections, and the votes that each needs; of each pool, if any is named."""
+    if options.every > options.votes:
+        raise InputError(f"--every is {options.every}, above --votes, {options.votes}: nothing would be measured")
     methods = ["random", *(one for one in options.method or METHODS if one != "random")]
     seeds = range(options.seed, options.seed + options.seeds)
+    if options.pool:
+        sizes = ("model", "layers", "tokens", "pool_pairs", "heads", "beliefs", "round")
+        about = head(options, "active", "quick", "votes", "every", *sizes)
+        pools: dict[str, object] = {}
+        for name in dict.fromkeys(options.pool):
+            facts, curves = pool_curves(name, methods, seeds, options, say)
+            pools[name] = {**facts, **compared(curves, by_seed=True)}
+        return {**about, "pools": pools}
     curves = {method: [curve(method, seed, options, say) for seed in seeds] for method in methods}
+    return {**head(options, "active", "quick", "votes", "completions", "pairs"), **compared(curves)}
+
+
+def compared(curves: Mapping[str, Sequence[Curve]], *, by_seed: bool = False) -> dict[str, object]:
+    """The votes that each selection needs for what random pairs have at the end, and their share of all votes.
+
+    That is the mean over the seeds, with `by_seed` what each seed has, where each is judged on other pairs. Raises
+    InputError for a curve without measurements.
+    """
+    if not all(one for found in curves.values() for one in found):
+        raise InputError("nothing was measured: there are fewer pairs than --every says; lower it")
     # The end of random pairs by their last two measurements: each has an error of its own.
     targets = [statistics.fmean(rate for _, rate in one[-2:]) for one in curves["random"]]
     target = statistics.fmean(targets)
-    facts: dict[str, object] = {**head(options, "active", "quick", "votes", "completions", "pairs"), "target": target}
+    targets = targets if by_seed else [target] * len(targets)
+    num_votes = curves["random"][0][-1][0]
+    facts: dict[str, object] = {"target": target}
     for method, found in curves.items():
-        needed = [votes_needed(one, target) for one in found]
-        ratios = [None if one is None else one / options.votes for one in needed]
+        needed = [votes_needed(one, wanted) for one, wanted in zip(found, targets, strict=True)]
+        ratios = [None if one is None else one / num_votes for one in needed]
         known = [one for one in ratios if one is not None]
         facts[method] = {
             "votes": needed,
@@ -168,6 +198,11 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
 
 
 def _show(facts: Mapping[str, Any]) -> None:
+    for name, pool in facts.get("pools", {}).items():
+        print(f"{name}: {pool['num_pairs']} pairs, longer wins {pool['longer_wins']:.3f}")
+        _show(pool)
+    if "pools" in facts:
+        return
     methods = [method for method in METHODS if method in facts]
     text = lambda value: "not reached" if value is None else f"{value:.2f}"  # noqa: E731
     rows: list[list[str]] = []
@@ -175,7 +210,7 @@ def _show(facts: Mapping[str, Any]) -> None:
         found = facts[method]
         end = statistics.fmean(one[-1][1] for one in found["curves"])
         rows.append([method, *(text(found[key]) for key in ("votes_ratio", "low", "high")), f"{end:.3f}"])
-    print_table(["selection", "votes ratio", "low", "high", "win rate at the end"], rows)
+    print_table(["selection", "votes ratio", "low", "high", "at the end"], rows)
 
 
 main = benchmark(
@@ -184,6 +219,8 @@ main = benchmark(
     "quick",
     "seed",
     "threads",
+    model={"help": "model whose states are a pool's features; the live loop has its recipe's"},
+    pool={"action": "append", "choices": POOLS, "help": "labels of a fixed pool, not the live loop; repeatable"},
     method={
         "action": "append",
         "choices": METHODS,
@@ -199,6 +236,21 @@ main = benchmark(
         "help": "completions of a prompt, among which pairs are chosen",
     },
     pairs={"type": int, "default": 400, "metavar": "N", "help": "completions that are compared, about"},
+    pool_pairs={"type": int, "default": 4000, "metavar": "N", "help": "pairs of a pool at most"},
+    round={"type": int, "default": 50, "metavar": "N", "help": "labels of a pool that are asked for at once"},
+    heads={"type": int, "default": 8, "metavar": "N", "help": "heads of the reward model of a pool"},
+    beliefs={
+        "choices": ("posterior", "heads"),
+        "default": "posterior",
+        "help": "what chooses in a pool: the live loop's posterior, or the reward model's heads",
+    },
+    layers={"type": int, "default": 8, "metavar": "N", "help": "lowest layers whose states are a pool's features"},
+    tokens={
+        "type": int,
+        "default": 256,
+        "metavar": "N",
+        "help": "limit of a dialogue of a pool, which loses its beginning",
+    },
 )
 
 if __name__ == "__main__":

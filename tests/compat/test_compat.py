@@ -104,7 +104,7 @@ def test_votes_are_counted_read_and_imported(folder: Path, capsys: pytest.Captur
     exported = printed(capsys, "votes", "export", "again.jsonl", "--dir", ".")
     assert exported["num_rows"] == 4
     # Votes that were imported before have no side: it was drawn when they were stored.
-    assert read_jsonl(folder / "again.jsonl") == [{**row, "chosen_side": None} for row in rows]
+    assert read_jsonl(folder / "again.jsonl") == [{**row, "chosen_side": None, "selection": ""} for row in rows]
 
 
 @pytest.mark.parametrize("name", RESOLVED)

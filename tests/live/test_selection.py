@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.base.config.algorithms.live import LiveSelectionSection
 from tunesmith.collect.data.answers import Answer
-from tunesmith.learn.live.selection import Preferences, choose_pairs
+from tunesmith.learn.live.selection import Beliefs, HeadBeliefs, Preferences, choose_pairs
 
 METHODS = ("infomax", "drts", "delta_ucb", "d_optimal")
 WRITTEN = Answer((1, 2), (3, 4))
@@ -115,6 +115,27 @@ def test_the_first_pair_has_the_largest_value_of_all(method):
     }
     assert (first.prompt, first.pair) == max(values, key=lambda key: values[key])
     assert first.value == pytest.approx(max(values.values()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("beliefs", [Preferences(*votes_of(torch.ones(5, dtype=torch.float64), 60)), HeadBeliefs(5)])
+def test_the_first_so_many_pairs_are_those_of_the_whole_order(method: str, beliefs: Beliefs):
+    groups, allowed = features([2] * 12), everything([2] * 12)
+    section = LiveSelectionSection(method=method)
+    whole = choose_pairs(groups, allowed, beliefs, section, seed=1)
+    assert len(whole) == 12 and choose_pairs(groups, allowed, beliefs, section, 1, 5) == whole[:5]
+
+
+def test_heads_are_draws_whose_mean_and_covariance_the_beliefs_have():
+    beliefs = HeadBeliefs(4)
+    (rewards_AK,) = features([6], 4)
+    difference_MK = rewards_AK[:3] - rewards_AK[3:]
+    torch.testing.assert_close(difference_MK @ beliefs.mode_F, difference_MK.mean(1))
+    z_MK = beliefs.whitened(difference_MK)
+    torch.testing.assert_close(z_MK @ z_MK.T, difference_MK.cov())
+    generator = torch.Generator().manual_seed(0)
+    drawn = Counter(tuple(beliefs.sample(generator).tolist()) for _ in range(400))
+    assert len(drawn) == 4 and all(sorted(one) == [0, 0, 0, 1] for one in drawn) and min(drawn.values()) > 60
 
 
 class Largest(TorchDispatchMode):

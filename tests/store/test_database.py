@@ -21,8 +21,8 @@ from tunesmith.collect.store.votes import VoteStore
 _SCRIPT = '''"""One more column."""
 import sqlalchemy as sa
 from alembic import op
-revision = "votes_0006"
-down_revision = "votes_0005"
+revision = "votes_0007"
+down_revision = "votes_0006"
 def upgrade() -> None:
     op.add_column("campaigns", sa.Column("colour", sa.String(16), nullable=True))
 '''
@@ -67,17 +67,17 @@ def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(tmp_path: P
     package = Path(database.__file__).parent
     newer = tmp_path / "release with 100% and spaces"
     shutil.copytree(package / "migrations", newer / "migrations")
-    (newer / "migrations" / "votes" / "votes_0006.py").write_text(_SCRIPT)
+    (newer / "migrations" / "votes" / "votes_0007.py").write_text(_SCRIPT)
     with monkeypatch.context() as patch:
         patch.setattr(database, "__file__", str(newer / "database.py"))
-        patch.setitem(database.REVISIONS, "votes", (*database.REVISIONS["votes"], "votes_0006"))
+        patch.setitem(database.REVISIONS, "votes", (*database.REVISIONS["votes"], "votes_0007"))
         with VoteReader.open(path) as reader:
             with database._lock(path), pytest.raises(StoreError, match="older release, which is using it"):
                 reader.votes_after(0)
             assert reader.votes_after(0) == []
         with VoteStore.open(path) as store:
             assert store.reader.campaigns() == [kept]
-    with pytest.raises(StoreError, match=r"newer release.*votes_0006.*update tunesmith"):
+    with pytest.raises(StoreError, match=r"newer release.*votes_0007.*update tunesmith"):
         VoteStore.open(path)
     with VoteReader.open(path) as reader, pytest.raises(StoreError, match="newer release"):
         reader.votes_after(0)

@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "votes import": ("votes:import_", "Put pairs before raters, or take over votes made elsewhere."),
     "votes export": ("votes:export", "Write votes as JSONL, Parquet, a datasets folder or Argilla records."),
     "votes stats": ("votes:stats", "Count votes; agreement and bias of raters."),
+    "votes select": ("votes_select:select", "Choose the pairs that raters are asked about next: those that say most."),
     "votes prune": ("votes:prune", "Remove stored answers, feedback and usage that are older than some days."),
     "votes audit": ("votes:audit", "Print who did what: keys, settings, imports, exports, deletions."),
     "users export": ("users:export", "Write what is stored of one person to a file."),

@@ -407,8 +407,9 @@ def _given_vote(pair: Pair) -> GivenVote:
     columns = pair.prompt.columns
     by_margin = "tie" if pair.tie else "much_better" if (pair.margin or 0.0) >= _MUCH else "better"
     side = side_of(columns.get("chosen_side"))
+    chosen_by = columns.get("selection")
     return GivenVote(
-        item=_as_item(pair),
+        item=replace(_as_item(pair), selection=chosen_by if isinstance(chosen_by, str) else ""),
         verdict=verdict_of(columns.get("verdict"), is_tie=pair.tie) or by_margin,
         better=0,
         rater=rater_of(columns.get("rater")),

@@ -21,6 +21,7 @@ Kind = Literal[
     "rollback asked",
     "import",
     "judged",
+    "pairs selected",
     "prune",
     "data exported",
     "data deleted",

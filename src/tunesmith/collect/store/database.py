@@ -34,7 +34,7 @@ DatabaseName = Literal["votes", "runs"]
 T = TypeVar("T")
 
 REVISIONS: dict[DatabaseName, tuple[str, ...]] = {
-    "votes": ("votes_0001", "votes_0002", "votes_0003", "votes_0004", "votes_0005"),
+    "votes": ("votes_0001", "votes_0002", "votes_0003", "votes_0004", "votes_0005", "votes_0006"),
     "runs": ("runs_0001", "runs_0002", "runs_0003"),
 }
 """Schema revisions that this release knows, oldest first: the names of the scripts in `migrations/`."""

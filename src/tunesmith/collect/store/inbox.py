@@ -44,11 +44,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chore:
-    """Work that is no import: `prune`, `delete` or `judge`, as the methods of `VoteStore` with these arguments, or
-    `note` of what was done elsewhere.
+    """Work that is no import: `prune`, `delete`, `judge` or `select`, as the methods of `VoteStore` with these
+    arguments, or `note` of what was done elsewhere.
     """
 
-    work: Literal["prune", "delete", "judge", "note"]
+    work: Literal["prune", "delete", "judge", "select", "note"]
     facts: Mapping[str, Any]
 
 

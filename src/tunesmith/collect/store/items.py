@@ -15,6 +15,9 @@ from tunesmith.collect.store.tables import candidates, insert_rows, item_candida
 MAX_ANSWERS = 10
 """Most answers of a ranking."""
 
+LONGEST_REASON = 64
+"""Characters of the reason for which an item is asked; what is longer is cut."""
+
 _CHUNK = 500
 """Values in one IN clause: databases limit the number of parameters."""
 
@@ -153,7 +156,14 @@ def _answers(connection: Connection, item_ids: Sequence[int], columns: Sequence[
 
 def _item_of(offer: Offer) -> NewItem:
     kind = "pair" if len(offer.candidates) == 2 else "ranking"
-    return NewItem(offer.prompt, offer.candidates, kind=kind, heldout=offer.heldout, offer_id=offer.id)
+    return NewItem(
+        offer.prompt,
+        offer.candidates,
+        kind=kind,
+        heldout=offer.heldout,
+        offer_id=offer.id,
+        selection=offer.selection,
+    )
 
 
 def _prompt_ids(connection: Connection, campaign_id: int, contents: Sequence[Text]) -> list[int]:
@@ -261,6 +271,7 @@ def _insert_all(connection: Connection, campaign_id: int, new: Sequence[tuple[in
             "heldout": item.heldout,
             "offer_id": item.offer_id,
             "is_open": True,
+            "selection": check_text(item.selection, "the selection of an item")[:LONGEST_REASON],
         }
         for (prompt_id, item), ids in zip(new, ids_of, strict=True)
     ]

@@ -188,13 +188,15 @@ def _pick_item(connection: Connection, rng: random.Random, rater_id: int, campai
 
 
 def _first_item(connection: Connection, rater_id: int, campaign: Campaign, now: float, *, is_offer: bool) -> int | None:
-    """The newest offer, or the oldest given item, that the rater may still vote on. Read from `ix_items_queue`."""
+    """The newest offer, or the first given item (see `asking.set_order`), that the rater may still vote on. Read
+    from `ix_items_queue`.
+    """
     has_slot = _num_presentations(_is_active(now)) < campaign.settings.overlap
     query = _unseen(rater_id, campaign, is_gold=False).where(has_slot).limit(1)
     if is_offer:
         query = query.where(items.c.offer_id.is_not(None)).order_by(items.c.offer_id.desc())
     else:
-        query = query.where(items.c.offer_id.is_(None)).order_by(items.c.id)
+        query = query.where(items.c.offer_id.is_(None)).order_by(items.c.place, items.c.id)
     return connection.execute(query).scalar()
 
 

@@ -142,7 +142,7 @@ class NewItem:
     """A prompt with two or more answers to judge.
 
     `gold` is the index of the answer known to be the best, which makes the item a hidden check of the raters.
-    `offer_id` is the id of the trainer's offer that it was made from.
+    `offer_id` is the id of the trainer's offer that it was made from, `selection` why that was made.
     """
 
     prompt: Text
@@ -151,6 +151,7 @@ class NewItem:
     gold: int | None = None
     heldout: bool = False
     offer_id: int | None = None
+    selection: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +242,8 @@ class StoredVote(Stored):
 
     `chosen` and `rejected` follow the verdict; for `tie`, `both_bad`, `skip` and `withdrawn` they are the left and the
     right answer, and `margin` is 0. `withdrawn` only cancels the earlier vote. `chosen_side` is None for an imported
-    vote of which nobody recorded the sides.
+    vote of which nobody recorded the sides. `selection` is why the pair was asked: `random`, or the method that chose
+    it with the value that it saw; empty if nothing was chosen.
     """
 
     verdict: StoredVerdict
@@ -253,6 +255,7 @@ class StoredVote(Stored):
     dwell_ms: int | None = None
     reason: str = ""
     chosen_side: Side | None = None
+    selection: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -514,7 +517,7 @@ class ExportRow:
     """A vote in TRL's columns. A conversational prompt has conversational answers, else all are text.
 
     With `tie`, also set for the `verdict` `both_bad`, the order of the two has no meaning: `chosen` is the left one.
-    `chosen_side` is where `chosen` was shown, None if nobody recorded it.
+    `chosen_side` is where `chosen` was shown, None if nobody recorded it, `selection` why the pair was asked.
     """
 
     prompt: Text
@@ -533,6 +536,7 @@ class ExportRow:
     chosen_version: int | None
     rejected_version: int | None
     chosen_side: Side | None = None
+    selection: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,10 +206,14 @@ items = Table(
     Column("offer_id", _ID, nullable=True),
     # True while the item needs votes. Derived from presentations and campaign; stored for `ix_items_queue`.
     Column("is_open", Boolean, nullable=False),
+    # Of given items those with a lower one are asked first.
+    Column("place", Integer, nullable=False, server_default="0"),
+    # Why it is asked: the method that chose it, with the value that it saw, or `random`; empty if nothing was chosen.
+    Column("selection", String(64), nullable=False, server_default=""),
     _time("retired_at", nullable=True),
     CheckConstraint("kind IN ('pair', 'ranking')", name="kind"),
     UniqueConstraint("campaign_id", "offer_id"),
-    Index("ix_items_queue", "campaign_id", "is_open", "is_gold", "offer_id", "id"),
+    Index("ix_items_queue", "campaign_id", "is_open", "is_gold", "offer_id", "place", "id"),
     Index("ix_items_prompt_id", "prompt_id"),
     sqlite_autoincrement=True,
 )

@@ -8,7 +8,8 @@ from sqlalchemy import Connection, Table, exists, false, func, or_, select
 
 from tunesmith.base.core.errors import StoreError
 from tunesmith.base.schema.records import Text
-from tunesmith.collect.store import audit, campaigns, inferences, machine_votes, removal, vote_stats
+from tunesmith.collect.store import asking, audit, campaigns, inferences, machine_votes, removal, vote_stats
+from tunesmith.collect.store.asking import WaitingItem
 from tunesmith.collect.store.content import as_answer, prompt_sha256
 from tunesmith.collect.store.database import ReadOnlyDatabase, or_now
 from tunesmith.collect.store.items import candidates_of_items
@@ -48,7 +49,7 @@ from tunesmith.collect.store.tables import (
     votes,
 )
 
-Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration, RatedAnswer, PairToJudge)
+Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration, RatedAnswer, PairToJudge, WaitingItem)
 
 _PAGE = 500
 _PREFERENCES: dict[StoredVerdict, PreferenceName] = {
@@ -243,6 +244,12 @@ class VoteReader(ReadOnlyDatabase):
         """
         return _pages(lambda cursor: self.read(lambda c: machine_votes.pairs_after(c, cursor, judge, campaign_id), []))
 
+    def waiting_items(self, campaign_id: int) -> Iterator[WaitingItem]:
+        """The given items that wait for their first vote, and of which no rater was shown anything, in the order of
+        their ids.
+        """
+        return _pages(lambda cursor: self.read(lambda c: asking.waiting_after(c, cursor, campaign_id), []))
+
     def machine_stats(self, campaign_id: int | None = None) -> list[MachineStats]:
         """What machines voted, and how far that agrees with people's votes."""
         return self.read(lambda c: machine_votes.stats(c, campaign_id), [])
@@ -331,6 +338,7 @@ def _effective(
         items.c.heldout,
         items.c.is_gold,
         items.c.offer_id,
+        items.c.selection,
         prompts.c.content_json.label("prompt"),
         raters.c.name.label("rater"),
     )
@@ -385,6 +393,7 @@ def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
         dwell_ms=row.dwell_ms,
         reason=row.reason,
         chosen_side=None if not row.knows_side else "right" if is_right else "left",
+        selection=row.selection,
         **_common(row),
     )
 
@@ -413,4 +422,5 @@ def _export_row(vote: StoredVote) -> ExportRow:
         chosen_version=vote.chosen.weight_version,
         rejected_version=vote.rejected.weight_version,
         chosen_side=vote.chosen_side,
+        selection=vote.selection,
     )

@@ -13,7 +13,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection
 
 from tunesmith.base.core.errors import StoreInUseError
-from tunesmith.collect.store import answers, audit, campaigns, inferences, items, machine_votes, removal
+from tunesmith.collect.store import answers, asking, audit, campaigns, inferences, items, machine_votes, removal
+from tunesmith.collect.store.asking import AskedItem
 from tunesmith.collect.store.database import Closeable, OwnedDatabase, file_of, or_now
 from tunesmith.collect.store.inbox import TAKEN_WITHIN_S, Chore, HandedOver, Inbox, OnProgress, Request, folder_of
 from tunesmith.collect.store.machine_votes import MachineVote
@@ -219,6 +220,8 @@ class VoteStore(Closeable):
             return self.prune(facts["days"])
         if chore.work == "judge":
             return self.judge(facts["name"], [MachineVote(**one) for one in facts["votes"]])
+        if chore.work == "select":
+            return self.select(facts["campaign_id"], facts["method"], [AskedItem(**one) for one in facts["order"]])
         if chore.work == "delete":
             return self.delete_person(Person(**facts))
         self.note(facts["kind"], facts["detail"])
@@ -236,6 +239,16 @@ class VoteStore(Closeable):
         Raises NameTakenError if a person has this name.
         """
         return self._write(machine_votes.add, name, given, or_now(now))
+
+    def select(
+        self, campaign_id: int, method: str, order: Sequence[AskedItem], now: float | None = None
+    ) -> Mapping[str, int]:
+        """Have raters asked about given items of a campaign in this order, which `method` chose, before all others that
+        nobody was shown. Returns the numbers of items that are in it (`num_placed`), and of those that were shown
+        meanwhile or are gone (`num_gone`).
+        """
+        moment = or_now(now)
+        return self._writer.do(lambda c: asking.set_order(c, campaigns.campaign(c, campaign_id), method, order, moment))
 
     def ingest(self, campaign_id: int, offers: Sequence[Offer], now: float | None = None) -> int:
         """Number of items made from the trainer's offers. Known ones are skipped, stale ones retired."""

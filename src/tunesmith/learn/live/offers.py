@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TypeVar
 
 from tunesmith.base.config.algorithms.live import LiveRecipe
 from tunesmith.base.core.seeds import derive, items_at
@@ -18,11 +17,9 @@ from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.rollout.engine import Engine
 from tunesmith.engine.rollout.factory import open_engine
-from tunesmith.learn.live.selection import Selection
+from tunesmith.learn.live.selection import Selection, mixed
 from tunesmith.learn.live.votes import VotedPair
 from tunesmith.learn.trainers.rollouts import sampling_params
-
-T = TypeVar("T")
 
 _BASE_COMPLETIONS = 4
 """Completions of the base model for each held-out prompt."""
@@ -121,7 +118,7 @@ class Offers:
             (selected[one.prompt], (made[one.prompt][one.pair[0]], made[one.prompt][one.pair[1]]), one.reason)
             for one in chosen
         ]
-        return _mixed(best_first, random_pairs)[::-1]
+        return mixed(best_first, random_pairs)[::-1]
 
     def forget_features(self, votes: Iterable[VotedPair]) -> None:
         """Drop the cached features of all answers but those of `votes`."""
@@ -157,12 +154,6 @@ def _pairs(completions: Sequence[Completion], version: int) -> list[tuple[Candid
         if index is not None:
             pairs.append((first, candidates.pop(index)))
     return pairs
-
-
-def _mixed(first: Sequence[T], second: Sequence[T]) -> list[T]:
-    """Both in their orders, each spread evenly over the whole."""
-    placed = [((index + 0.5) / len(part), one) for part in (first, second) for index, one in enumerate(part)]
-    return [one for _, one in sorted(placed, key=lambda place: place[0])]
 
 
 def _candidate(completion: Completion, version: int) -> Candidate:

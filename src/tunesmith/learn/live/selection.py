@@ -3,12 +3,14 @@
 Each answer has features, the mean of the base model's last hidden states over its tokens. P(a is preferred to b) is
 sigmoid(theta . (x_a - x_b)) (Bradley and Terry 1952), theta has a normal prior, and its posterior given the votes is
 approximated by a normal distribution at its mode (Laplace; MacKay 1992), which gives each pair an expected gap and a
-standard deviation. Shape legend: N votes, M candidate pairs, A answers, F features. All numbers are float64.
+standard deviation. The heads of a reward model can stand in its place. Shape legend: N votes, M candidate pairs, A
+answers, F features. All numbers are float64.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,6 +22,8 @@ from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.logprob import completion_layout, trunk_states
 from tunesmith.learn.live.votes import VotedPair
+
+T = TypeVar("T")
 
 _MAX_FEATURES = 1024
 """Hidden states of more coordinates are projected to so many, at random: the posterior costs their third power."""
@@ -46,6 +50,23 @@ class Chosen:
     def reason(self) -> str:
         """The method and its value."""
         return f"{self.method} {self.value:.3g}"
+
+
+class Beliefs(Protocol):
+    """What is believed of theta, by which an answer with the features x_F is worth theta . x."""
+
+    @property
+    def mode_F(self) -> torch.Tensor:
+        """The expected theta."""
+        ...
+
+    def whitened(self, difference_MF: torch.Tensor) -> torch.Tensor:
+        """z_MZ of differences of features, whose inner products are the covariances of the gaps."""
+        ...
+
+    def sample(self, generator: torch.Generator) -> torch.Tensor:
+        """theta_F drawn from the beliefs."""
+        ...
 
 
 class Preferences:
@@ -86,6 +107,25 @@ class Preferences:
         return self.mode_F + shift_F
 
 
+class HeadBeliefs:
+    """The heads of a reward model, two at least, as draws from what the votes leave possible (Osband et al. 2016, arXiv
+    1602.04621): the features of an answer are the rewards that the heads give it, and theta names one of them.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        self.mode_F = torch.full((num_heads,), 1 / num_heads, dtype=torch.float64)
+
+    def whitened(self, difference_MF: torch.Tensor) -> torch.Tensor:
+        """z_MF, whose inner products are the covariances of the gaps over the heads."""
+        return (difference_MF - difference_MF.mean(1, keepdim=True)) / math.sqrt(len(self.mode_F) - 1)
+
+    def sample(self, generator: torch.Generator) -> torch.Tensor:
+        """theta_F that names a head drawn at random."""
+        theta_F = torch.zeros_like(self.mode_F)
+        theta_F[torch.randint(len(theta_F), (), generator=generator)] = 1
+        return theta_F
+
+
 @dataclass(slots=True)
 class Selection:
     """Chooses pairs among drawn answers by a section's method.
@@ -111,24 +151,29 @@ class Selection:
         """
         if not any(allowed):
             return []
-        known = list(votes)
         with span("selection"):
-            distinct = {one: None for group in groups for one in group} | {a: None for v in known for a in v.answers}
-            table_AF = self._table(list(distinct))
-            place = {answer: index for index, answer in enumerate(distinct)}
-            sides = [[place[answer] for answer in vote.answers] for vote in known]
-            side_N2 = torch.tensor(sides, dtype=torch.long).reshape(-1, 2)
-            tie_N = torch.tensor([vote.tie for vote in known], dtype=torch.bool)
-            rows_P = [torch.tensor([place[answer] for answer in group], dtype=torch.long) for group in groups]
-            beliefs = Preferences(table_AF[side_N2[:, 0]] - table_AF[side_N2[:, 1]], tie_N)
-            return choose_pairs([table_AF[rows] for rows in rows_P], allowed, beliefs, self.section, seed)
+            features, beliefs = self.known([one for group in groups for one in group], votes)
+            groups_AF = [torch.stack([features[one] for one in group]) for group in groups]
+            return choose_pairs(groups_AF, allowed, beliefs, self.section, seed)
+
+    def known(
+        self, answers: Iterable[Answer], votes: Iterable[VotedPair]
+    ) -> tuple[dict[Answer, torch.Tensor], Preferences]:
+        """(x_F of each of `answers` and of those that were voted on, what the votes say)."""
+        cast = list(votes)
+        distinct = list(dict.fromkeys([*answers, *(one for vote in cast for one in vote.answers)]))
+        features = dict(zip(distinct, self.table(distinct), strict=True))
+        difference = [features[vote.chosen] - features[vote.rejected] for vote in cast]
+        width = len(next(iter(features.values())))
+        difference_NF = torch.stack(difference) if cast else torch.zeros(0, width, dtype=torch.float64)
+        return features, Preferences(difference_NF, torch.tensor([vote.tie for vote in cast], dtype=torch.bool))
 
     def keep(self, answers: Iterable[Answer]) -> None:
         """Drop the cached features of all other answers."""
         kept = set(answers)
         self.features = {one: states_H for one, states_H in self.features.items() if one in kept}
 
-    def _table(self, answers: Sequence[Answer]) -> torch.Tensor:
+    def table(self, answers: Sequence[Answer]) -> torch.Tensor:
         """x_AF: the features, each coordinate with mean 0 and standard deviation 1 over the answers."""
         self.compute([one for one in answers if one not in self.features])
         table_AF = torch.stack([self.features[one] for one in answers]).double()
@@ -164,25 +209,26 @@ def _standard(table_AF: torch.Tensor) -> torch.Tensor:
 def choose_pairs(
     groups: Sequence[torch.Tensor],
     allowed: Sequence[set[tuple[int, int]]],
-    beliefs: Preferences,
+    beliefs: Beliefs,
     section: LiveSelectionSection,
     seed: int,
+    most: int | None = None,
 ) -> list[Chosen]:
-    """Disjoint pairs of the answers to each prompt by the section's method, the best first.
+    """Disjoint pairs of the answers to each prompt by the section's method, the best first; at most `most`.
 
     `groups[p]` are the features x_AF of the answers to prompt p, `allowed[p]` the pairs (i, j), i < j, of them.
     """
     if section.method == "drts":
-        return _by_sampling(groups, allowed, beliefs, seed)
+        return _by_sampling(groups, allowed, beliefs, seed)[:most]
     pairs = [(prompt, pair) for prompt, found in enumerate(allowed) for pair in sorted(found)]
     if not pairs:
         return []
     difference_MF = torch.stack([groups[prompt][i] - groups[prompt][j] for prompt, (i, j) in pairs])
-    return _by_value(pairs, difference_MF, beliefs, section)
+    return _by_value(pairs, difference_MF, beliefs, section, len(pairs) if most is None else most)
 
 
 def _by_sampling(
-    groups: Sequence[torch.Tensor], allowed: Sequence[set[tuple[int, int]]], beliefs: Preferences, seed: int
+    groups: Sequence[torch.Tensor], allowed: Sequence[set[tuple[int, int]]], beliefs: Beliefs, seed: int
 ) -> list[Chosen]:
     """Double Thompson sampling of a best and a worst answer (DRTS; arXiv 2603.09692): the likely best one under one
     draw from the posterior, against the likely worst under another.
@@ -203,10 +249,11 @@ def _by_sampling(
 def _by_value(
     pairs: Sequence[tuple[int, tuple[int, int]]],
     difference_MF: torch.Tensor,
-    beliefs: Preferences,
+    beliefs: Beliefs,
     section: LiveSelectionSection,
+    most: int,
 ) -> list[Chosen]:
-    """The disjoint pairs, in the order of their values.
+    """The disjoint pairs, in the order of their values; at most `most`.
 
     infomax: the width of the interval of the probability; delta_ucb: the largest plausible gap (both arXiv 2603.09692);
     d_optimal: nats by which an answer shrinks the posterior, given those chosen before (arXiv 2502.04354).
@@ -227,7 +274,7 @@ def _by_value(
         for answer in pair:
             members.setdefault((prompt, answer), []).append(index)
     chosen: list[Chosen] = []
-    while bool(free_M.any()):
+    while len(chosen) < most and bool(free_M.any()):
         if section.method == "d_optimal":
             value_M = 0.5 * torch.log1p(fisher_M * variance_M)
         else:
@@ -245,3 +292,9 @@ def _by_value(
             z_MF = z_MF - share * torch.outer(covariance_M, z_MF[best])
             variance_M = z_MF.square().sum(1)
     return chosen
+
+
+def mixed(first: Sequence[T], second: Sequence[T]) -> list[T]:
+    """Both in their orders, each spread evenly over the whole."""
+    placed = [((index + 0.5) / len(part), one) for part in (first, second) for index, one in enumerate(part)]
+    return [one for _, one in sorted(placed, key=lambda place: place[0])]
