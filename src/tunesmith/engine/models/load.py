@@ -33,6 +33,7 @@ from tunesmith.engine.kernels.linear.api import cpu_has_bfloat16
 from tunesmith.engine.models import adapter_folder, assets, ensemble, lora, tiny
 from tunesmith.engine.models.folder_check import check_adapter_folder, check_folder
 from tunesmith.engine.models.heads import MADE_HERE, RewardModel, RewardTransform
+from tunesmith.engine.models.length_trend import describe_trend
 from tunesmith.engine.models.loaded import (
     LIBRARY_ERRORS,
     LoadedModel,
@@ -123,6 +124,7 @@ def new_reward_model(
         if facts := adapter_folder.read_heads(adapters, section.name):
             ensemble.add_heads(model, facts[0], 0.0, 0)  # the weights are loaded below
             ensemble.describe_heads(model, *facts)
+        describe_trend(model, adapter_folder.read_trend(adapters, section.name))
     if getattr(model.config, MADE_HERE, False):
         spare = spare_pad_token(tokenizer)
         tokenizer.pad_token = spare or tokenizer.pad_token
