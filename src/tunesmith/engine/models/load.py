@@ -130,17 +130,17 @@ def new_reward_model(
         tokenizer.pad_token = spare or tokenizer.pad_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id if spare else None
     _check_vocabulary(model, tokenizer, section.name)
-    if heads is not None:
-        ensemble.add_heads(model, heads.count, heads.prior_scale, seed)
-    _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
-    if adapters is None:
-        lora.add_adapters(model, section.lora, _as_base(section))
-    # Makes the head float32 before it is loaded.
-    reward_model = RewardModel(model, tokenizer, source=section.name, section=section)
     if adapters is not None:
+        _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
+        model.score.float()  # the head that is loaded is
         keep_lower_layers(model, adapter_folder.read_base(adapters, section.name).num_layers)
         adapter_folder.load_adapters(model, adapters, section.name)
-    return reward_model
+    if heads is not None:
+        ensemble.add_heads(model, heads.count, heads.prior_scale, seed)
+    if adapters is None:
+        _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
+        lora.add_adapters(model, section.lora, _as_base(section))
+    return RewardModel(model, tokenizer, source=section.name, section=section)
 
 
 def load_reward_model(
