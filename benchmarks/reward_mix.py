@@ -47,6 +47,7 @@ ROWS: Mapping[str, Mapping[str, object]] = {
     "mix": {},
     "mix_odin": {"reward_model.length.method": "odin"},
     "mix_balanced": {"reward_model.length.method": "balanced"},
+    "mix_post_hoc": {"reward_model.length.method": "post_hoc"},
     "mix_smoothing": {"reward_model.label_smoothing": 0.1},
     "mix_average": {"reward_model.average_from": 0.7},
     "mix_heads": {"reward_model.heads.count": 8},

@@ -226,6 +226,20 @@ def test_what_cannot_be_asked_says_why(
 
 
 @needs_lm_eval
+@pytest.mark.parametrize("task", ["endless", "beams"])
+def test_a_text_that_cannot_be_drawn_is_refused_before_the_first_question(
+    task: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tunesmith.integrations.lm_eval.model import TunesmithLM
+
+    asked: list[object] = []
+    monkeypatch.setattr(TunesmithLM, "loglikelihood", lambda _, requests, **__: asked.append(requests))
+    assert main(["eval", "tiny:llama", "--tasks", f"colours,{task}", "--include-path", str(folder)]) == 2
+    assert f"the task {task} draws" in capsys.readouterr().err
+    assert not asked
+
+
+@needs_lm_eval
 def test_a_task_that_runs_code_must_be_allowed(folder: Path, tmp_path: Path) -> None:
     from tunesmith.integrations.lm_eval.tasks import Tasks, TaskSettings
 

@@ -5,6 +5,7 @@ shown, and it has faults by switch.
 import contextlib
 import json
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -35,8 +36,13 @@ class JudgeServer:
     an error), "created" (201). A fault of the number -1 is that of all requests.
     """
 
-    def __init__(self, verdict: Callable[[str, str], str] = longer, grade: Callable[[str], object] = len) -> None:
-        self.verdict, self.grade = verdict, grade
+    def __init__(
+        self,
+        verdict: Callable[[str, str], str] = longer,
+        grade: Callable[[str], object] = len,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.verdict, self.grade, self.tls = verdict, grade, tls
         self.faults: dict[int, str] = {}
         self.key = ""
         self.away_s = 0.2
@@ -49,7 +55,7 @@ class JudgeServer:
         self._http: ThreadingHTTPServer | None = None
         self._port = 0
         self.start()
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._port}"
 
     @property
     def num_requests(self) -> int:
@@ -58,6 +64,8 @@ class JudgeServer:
     def start(self) -> None:
         with self.lock:
             self._http = QuietHTTP(("127.0.0.1", self._port), _Handler)
+            if self.tls is not None:
+                self._http.socket = self.tls.wrap_socket(self._http.socket, server_side=True)
             self._http.owner = self  # type: ignore[attr-defined]
             self._port = self._http.server_address[1]
             threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -339,6 +339,34 @@ def test_versions_that_learnt_from_deleted_votes_are_marked_and_later_ones_learn
         assert marked(people) == [2, 3]
 
 
+def test_nothing_that_was_computed_of_deleted_answers_is_kept_in_memory_or_checkpoints(tmp_path: Path) -> None:
+    """Her own text is in what the trainer computed of it once, and in checkpoints."""
+    reasons = {"weight": 0.1, "template": "{reason} {prompt}"}
+    section = {"selection": {"method": "drts"}, "raters": "estimated", "reasons": reasons}
+    cfg = live_recipe(tmp_path, live=section)
+    with looping(cfg) as loop, voters(tmp_path) as people:
+        ann = replace(people, rater_id=people.store.add_rater("Ann Doe").rater.id)
+        learn(loop, people)
+        while shown := ann.ask(20):
+            for one in shown:
+                ann.store.vote(one.token, ann.rater_id, "left", reason="Ann says so.")
+        learn(loop, ann)
+        vote = next(one for one in loop.memory.train if one.taught_ids)
+        selection = loop.offers.selection
+        assert selection is not None and set(vote.answers) <= selection.features.keys()
+        assert set(vote.answers) <= loop.learner.reference_logps.keys()
+        people.store.delete_person(people.store.reader.person("Ann Doe"))
+        loop.next_action()
+        known = set(loop.memory.answers)
+        assert known and not known & set(vote.answers)
+        assert selection.features.keys() <= known and loop.learner.reference_logps.keys() <= known
+        assert all(not one.taught_ids for one in loop.memory.train)
+        assert len(list(loop.folder.files.checkpoints.glob("step-*"))) == 1
+    with looping(cfg) as loop:
+        assert loop.learner.reference_logps.keys() <= known
+        assert "Ann" not in str(loop.weigh(loop.memory.train))
+
+
 def test_thumbs_of_a_deleted_user_are_forgotten_and_the_record_of_an_earlier_release_goes_by_its_time(
     tmp_path: Path,
 ) -> None:

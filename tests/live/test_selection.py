@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_rig import learn, live_recipe, looping, voters
+from jobs import forked
+from live_rig import given_items, learn, live_recipe, looping, run_updates, voters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.base.config.algorithms.live import LiveSelectionSection
@@ -199,6 +200,30 @@ def test_the_loop_offers_the_chosen_pairs_first_and_says_why(method, tmp_path: P
     assert {one.selection for one in offers if one.heldout} == {"random"}
     values = [float(one.selection.split()[1]) for one in trained if one.selection != "random"]
     assert values == sorted(values)  # raters are asked about the newest offer first
+
+
+def selecting(folder: Path, num_updates: int) -> None:
+    """A trainer that selects pairs, on votes that were given before."""
+    with looping(live_recipe(folder, live={"selection": {"method": "drts", "random_share": 0.3}})) as loop:
+        run_updates(loop, num_updates)
+
+
+@pytest.mark.parametrize("fault", ["update/forward:kill:3", "live/saved:kill:2"])
+def test_a_killed_trainer_asks_about_the_same_pairs_as_one_that_was_not(fault: str, tmp_path: Path) -> None:
+    offers: list[list[object]] = []
+    for name, faults in (("whole", None), ("killed", fault)):
+        folder = tmp_path / name
+        with voters(folder) as people:
+            people.store.add_items(people.campaign_id, given_items(32, heldout=8))
+            people.vote(32)
+        if faults is not None:
+            assert forked(selecting, folder, 3, fault=faults) == -9
+        selecting(folder, 3)
+        with voters(folder) as people:
+            found = [one for one in people.runs.offers_after(0, 1000) if one.version == 3]
+        offers.append([(one.prompt, [each.text for each in one.candidates], one.selection) for one in found])
+    assert offers[0] == offers[1]
+    assert {str(row[2]).split()[0] for row in offers[0]} == {"drts", "random"}  # type: ignore[index]
 
 
 def test_features_are_the_means_of_the_states_of_an_answer(tmp_path: Path):

@@ -57,10 +57,12 @@ def train(
     section = {**EVERY, "dir": str(folder), **run}
     model = {"name": BASE, "dtype": dtype, "lora": lora or {}}
     heldout = {"heldout_fraction": 0.3}
-    if trainer in ("reward", "heads", "odin"):
-        several: dict[str, object] = {"heads": {"count": 3 if trainer == "heads" else 1}}
+    if trainer in ("reward", "heads", "odin", "post_hoc"):
+        several: dict[str, object] = {"heads": {"count": 3 if trainer in ("heads", "post_hoc") else 1}}
         if trainer == "odin":
             several |= {"length": {"method": "odin"}, "average_from": 0.4}
+        if trainer == "post_hoc":
+            several |= {"length": {"method": "post_hoc"}, "average_from": 0.4}
         cfg = reward_recipe(folder, model=model, run=section, pairs=heldout, reward_model=several)
         return training(cfg, pairs=pairs()).run_dir
     if trainer == "sft":

@@ -109,6 +109,20 @@ def test_adapters_carry_the_heads_and_what_is_known_of_them(tmp_path: Path) -> N
         assert (ours.heads(IDS, LENGTHS).std(1) > 0).all()
 
 
+def test_adapters_with_one_head_are_trained_on_with_several(tmp_path: Path) -> None:
+    result = training(reward_recipe(tmp_path, model={"lora": {"rank": 2}}), pairs=pairs(16))
+    name = str(result.run_dir / "final")
+    one = load_reward_model(name, dtype=torch.float32)
+    cfg = reward_recipe(tmp_path, model={"name": name}, reward_model={"heads": HEADS})
+    state = Started(cfg, pairs=pairs(8))
+    with torch.no_grad():
+        reward_BK = state.model.heads(IDS, LENGTHS)
+        torch.testing.assert_close(reward_BK.mean(1), one(IDS, LENGTHS))
+    assert reward_BK.shape == (2, 4) and (reward_BK.std(1) > 0).all()
+    state.step(state.data.train[:8])
+    assert state.model.model.score.weight.requires_grad
+
+
 def test_weights_of_the_bootstrap_hold_for_all_pairs_of_a_prompt(tmp_path: Path) -> None:
     rows = [Pair(Prompt(f"p{i}", f"prompt {i % 3}"), chosen=f"yes {i}", rejected=f"no {i}") for i in range(9)]
 

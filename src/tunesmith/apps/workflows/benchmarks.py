@@ -73,7 +73,9 @@ def run_benchmarks(
         loaded_tasks = tasks.load()  # before the model, which takes longer
         loaded = load_policy(ModelSection(name=name, dtype=dtype, trust_remote_code=trust_remote_code))
         _log.info("%s", name)
-        found.append(tasks.evaluate(TunesmithLM(loaded, seed=seed, shows_progress=shows_progress), loaded_tasks))
+        lm = TunesmithLM(loaded, seed=seed, shows_progress=shows_progress)
+        tasks.check(lm, loaded_tasks)
+        found.append(tasks.evaluate(lm, loaded_tasks))
     run = Path(after).expanduser()
     steps = number(read_object(run / "result.json").get("steps")) if is_run(run) else None
     rows = benchmark_rows(found[-1], found[0] if before is not None else None, seed=seed)

@@ -6,6 +6,7 @@ With a connection of its own, a late or a second answer cannot be taken for that
 import contextlib
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,16 +23,21 @@ _PIECE = 1 << 16
 _MIN_SECRET = 8
 _SECRET = "(the key)"
 
+_PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "PACKET_LENGTH_TOO_LONG", "UNKNOWN_PROTOCOL")
+"""OpenSSL's words for an answer that is no TLS."""
+
 
 class LostError(Exception):
     """A request got no whole answer: the server is away, closed the connection, or took too long.
 
-    `was_sent` is False if there was no connection, so that the server saw nothing of it.
+    `was_sent` is False if there was no connection, so that the server saw nothing of it. `lasts`: the next request
+    would end in the same way, because of a certificate or a protocol.
     """
 
-    def __init__(self, message: str, *, was_sent: bool = True) -> None:
+    def __init__(self, message: str, *, was_sent: bool = True, lasts: bool = False) -> None:
         super().__init__(message)
         self.was_sent = was_sent
+        self.lasts = lasts
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,8 @@ class HTTPClient:
                 raise LostError(f"no answer in {self._timeout_s:g} s", was_sent=held is not None) from error
             if isinstance(error, LostError):
                 raise
+            if problem := _lasting_problem(error, is_connected=held is not None):
+                raise LostError(problem, was_sent=False, lasts=True) from error
             raise LostError(str(error) or type(error).__name__, was_sent=held is not None) from error
         finally:
             clock.cancel()
@@ -162,6 +170,23 @@ class HTTPClient:
         if response.length:
             raise LostError(f"the answer lacks its last {response.length} bytes")
         return b"".join(pieces)
+
+
+def _lasting_problem(error: Exception, *, is_connected: bool) -> str:
+    """The fault of a server with which there is no TLS, which no waiting mends; empty for what may pass."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"its certificate is not trusted: {error.verify_message}; give the name that it was made for, or put the "
+            "certificate of who signed it into a file that the environment variable SSL_CERT_FILE names"
+        )
+    if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return ""
+    if error.reason in _PLAIN:
+        return "it speaks no TLS; give an address with http://"
+    wants_certificate = "CERTIFICATE" in (error.reason or "")
+    if (is_connected and not wants_certificate) or "INTERNAL_ERROR" in (error.reason or ""):
+        return ""
+    return f"there is no TLS with it: {error}"
 
 
 def _without(key: str, text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from tunesmith.base.core import seeds
+from tunesmith.base.core.errors import DataError
 from tunesmith.base.schema.records import Pair, Prompt, Ranking, Text, every_two
 from tunesmith.collect.data.rows import BadRows, RowError, usable
 from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
@@ -38,7 +39,7 @@ class Weighted(Protocol):
 class EncodedPreference:
     """A pair or ranking as token ids: the prompt with each completion, ending with the end-of-sequence token, and the
     place of each, 1 the best. The better side of a pair comes first, and a tie has the places (1, 1). `weight`
-    multiplies its loss.
+    multiplies its loss. `lengths` are the tokens of each completion alone.
 
     Example: prompt `Hi` and completions `a`, `b` give `sequences=((72, 97, 2), (72, 98, 2))` with `ranks=(1, 2)`.
     """
@@ -48,6 +49,12 @@ class EncodedPreference:
     ranks: tuple[int, ...]
     margin: float | None = None
     weight: float = field(default=1.0, repr=False)  # the hash of a run's data is that of what is shown
+    lengths: tuple[int, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def answer_lengths(self) -> tuple[int, ...]:
+        """Tokens of each completion; where they were not measured, those behind what all sequences begin with."""
+        return self.lengths or lengths_behind_common(self.sequences)
 
     @property
     def is_tie(self) -> bool:
@@ -62,7 +69,12 @@ class EncodedPreference:
     def pairs(self) -> "list[EncodedPreference]":
         """Every two sequences as a pair, those of one place as a tie."""
         return [
-            replace(self, sequences=(self.sequences[a], self.sequences[b]), ranks=(1, 1 if tie else 2))
+            replace(
+                self,
+                sequences=(self.sequences[a], self.sequences[b]),
+                ranks=(1, 1 if tie else 2),
+                lengths=(self.lengths[a], self.lengths[b]) if self.lengths else (),
+            )
             for a, b, tie in every_two(self.ranks)
         ]
 
@@ -132,15 +144,18 @@ def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next(differences, min(len(first), len(second)))
 
 
+def lengths_behind_common(sequences: Sequence[TokenIds]) -> tuple[int, ...]:
+    """Tokens of each sequence behind what all of them begin with."""
+    common = min(shared_length(sequences[0], other) for other in sequences)
+    return tuple(len(ids) - common for ids in sequences)
+
+
 def answer_lengths(pairs: Sequence[EncodedPreference]) -> torch.Tensor:
-    """length_B, float32, on the CPU: of each row of `collate_pairs` the tokens behind what the sides of its first pair
-    have in common.
-    """
+    """length_B, float32, on the CPU: the tokens of the completion of each row of `collate_pairs`."""
     lengths: dict[TokenIds, int] = {}
     for pair in pairs:
-        common = shared_length(*pair.sequences)
-        for ids in pair.sequences:
-            lengths.setdefault(ids, len(ids) - common)
+        for ids, length in zip(pair.sequences, pair.answer_lengths, strict=True):
+            lengths.setdefault(ids, length)
     return torch.tensor(list(lengths.values()), dtype=torch.float32)
 
 
@@ -190,11 +205,30 @@ def encode_preferences(
         return cut
 
     def encode_item(item: Pair | Ranking) -> EncodedPreference:
-        sequences, ranks = encode_sides(item, encode_pair, within)
+        whole: list[TokenIds] = []
+
+        def encode_side(prompt: Prompt, text: Text) -> TokenIds:
+            whole.append(encode_pair(prompt, text))
+            return whole[-1]
+
+        sequences, ranks = encode_sides(item, encode_side, within)
         margin, weight = (item.margin, item.weight) if isinstance(item, Pair) else (None, 1.0)
-        return EncodedPreference(item.prompt.id, tuple(sequences), ranks, margin, weight)
+        lengths = completion_lengths(tokenizer, item.prompt, whole)
+        lengths = tuple(min(length, len(ids)) for length, ids in zip(lengths, sequences, strict=True))
+        return EncodedPreference(item.prompt.id, tuple(sequences), ranks, margin, weight, lengths)
 
     return usable(items, encode_item, bad, "pairs")
+
+
+def completion_lengths(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, sequences: Sequence[TokenIds]
+) -> tuple[int, ...]:
+    """Tokens of each completion of `prompt` in the ids of both: those behind the prompt's, as far as these begin it."""
+    try:
+        prompt_ids = encode_prompt(tokenizer, prompt)
+    except DataError:  # there is no prompt
+        prompt_ids = ()
+    return tuple(len(ids) - shared_length(prompt_ids, ids) for ids in sequences)
 
 
 def encode_sides(

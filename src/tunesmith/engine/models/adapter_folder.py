@@ -20,6 +20,7 @@ from tunesmith.base.core.errors import ModelError
 from tunesmith.engine.models.assets import SMOLLM2, SMOLLM2_HUB_ID
 from tunesmith.engine.models.ensemble import HEADS
 from tunesmith.engine.models.folder_check import check_adapter_folder
+from tunesmith.engine.models.length_trend import TREND, LengthTrend
 from tunesmith.engine.models.loaded import quiet_transformers
 from tunesmith.engine.models.lora import ADAPTER, AdapterBase, base_of, has_transposed_weights, inject, peft
 
@@ -73,6 +74,8 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
     own = asdict(base)
     if (known := getattr(model.config, HEADS, None)) is not None:
         own |= {"num_heads": model.config.num_labels, HEADS: known}
+    if (trend := getattr(model.config, TREND, None)) is not None:
+        own |= {TREND: trend}
     (folder / BASE_FILE).write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
 
 
@@ -112,6 +115,15 @@ def read_heads(folder: Path, name: str) -> tuple[int, Mapping[str, object]] | No
     if not isinstance(count, int) or count < 2 or not isinstance(known, Mapping):
         raise ModelError(f"{folder / BASE_FILE} has no number of heads; get the folder again")
     return count, cast(Mapping[str, object], known)
+
+
+def read_trend(folder: Path, name: str) -> LengthTrend | None:
+    """The trend over length that the rewards of the model in `folder` are corrected by; None if there is none.
+
+    Raises:
+        ModelError: a file is invalid.
+    """
+    return LengthTrend.of_config((check_adapter_folder(folder, name).get(BASE_FILE) or {}).get(TREND))
 
 
 def is_reward_adapter(folder: Path, name: str) -> bool:

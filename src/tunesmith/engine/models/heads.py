@@ -19,6 +19,7 @@ from tunesmith.base.schema.records import Prompt, Text
 from tunesmith.engine.models.decoder import Decoder
 from tunesmith.engine.models.ensemble import HEADS, Known, describe_heads, num_heads_of
 from tunesmith.engine.models.language_model import TrunkDecoder
+from tunesmith.engine.models.length_trend import TREND, LengthTrend, describe_trend
 from tunesmith.engine.models.logprob import completion_layout, count_pass, length_mask, trunk_states
 from tunesmith.engine.models.lora import require_gradients, twin
 from tunesmith.engine.models.proof import in_evaluation_mode, is_close
@@ -108,7 +109,7 @@ class RewardModel(nn.Module):
         self.transform = transform
         self._decoder = TrunkDecoder(section or ModelSection())
         self.num_heads = 1 if label is not None else num_heads_of(model)
-        _ = self.known  # which a damaged config does not have
+        _ = self.known, self.length_trend  # which a damaged config does not have
         if self.num_heads > 1 and transform != "raw":
             raise ModelError(
                 f"the reward model has {self.num_heads} heads, whose mean is the reward; use transform raw"
@@ -133,6 +134,17 @@ class RewardModel(nn.Module):
         known = Known.of_rewards(reward_NK)
         describe_heads(self.model, self.num_heads, known.to_json())
         return known
+
+    @property
+    def length_trend(self) -> LengthTrend | None:
+        """What is to be subtracted from the rewards of answers by their length, as `judge` and `ModelReward`
+        do; None if there is nothing. It is saved with the model.
+        """
+        return LengthTrend.of_config(getattr(self.model.config, TREND, None))
+
+    @length_trend.setter
+    def length_trend(self, trend: LengthTrend | None) -> None:
+        describe_trend(self.model, trend)
 
     @property
     def is_made_here(self) -> bool:
@@ -174,7 +186,9 @@ class RewardModel(nn.Module):
         self._decoder.is_pinned = True
 
     def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """reward_B in float32, of right-padded rows with `lengths_B` real ids each (at least 1)."""
+        """reward_B in float32, of right-padded rows with `lengths_B` real ids each (at least 1), `length_trend`
+        included.
+        """
         return self._pick(self._checked_logits(ids_BS, lengths_B))
 
     def heads(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:

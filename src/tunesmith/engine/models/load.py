@@ -33,6 +33,7 @@ from tunesmith.engine.kernels.linear.api import cpu_has_bfloat16
 from tunesmith.engine.models import adapter_folder, assets, ensemble, lora, tiny
 from tunesmith.engine.models.folder_check import check_adapter_folder, check_folder
 from tunesmith.engine.models.heads import MADE_HERE, RewardModel, RewardTransform
+from tunesmith.engine.models.length_trend import describe_trend
 from tunesmith.engine.models.loaded import (
     LIBRARY_ERRORS,
     LoadedModel,
@@ -123,22 +124,23 @@ def new_reward_model(
         if facts := adapter_folder.read_heads(adapters, section.name):
             ensemble.add_heads(model, facts[0], 0.0, 0)  # the weights are loaded below
             ensemble.describe_heads(model, *facts)
+        describe_trend(model, adapter_folder.read_trend(adapters, section.name))
     if getattr(model.config, MADE_HERE, False):
         spare = spare_pad_token(tokenizer)
         tokenizer.pad_token = spare or tokenizer.pad_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id if spare else None
     _check_vocabulary(model, tokenizer, section.name)
-    if heads is not None:
-        ensemble.add_heads(model, heads.count, heads.prior_scale, seed)
-    _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
-    if adapters is None:
-        lora.add_adapters(model, section.lora, _as_base(section))
-    # Makes the head float32 before it is loaded.
-    reward_model = RewardModel(model, tokenizer, source=section.name, section=section)
     if adapters is not None:
+        _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
+        model.score.float()  # the head that is loaded is
         keep_lower_layers(model, adapter_folder.read_base(adapters, section.name).num_layers)
         adapter_folder.load_adapters(model, adapters, section.name)
-    return reward_model
+    if heads is not None:
+        ensemble.add_heads(model, heads.count, heads.prior_scale, seed)
+    if adapters is None:
+        _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
+        lora.add_adapters(model, section.lora, _as_base(section))
+    return RewardModel(model, tokenizer, source=section.name, section=section)
 
 
 def load_reward_model(

@@ -140,7 +140,7 @@ class TunesmithLM(TemplateLM):
         for index, request in enumerate(requests):
             given = repr(sorted(request.args[1].items()))
             if given not in settings:
-                settings[given] = self._sampling(request.args[1], str(request.task_name)), []
+                settings[given] = self.sampling_of(request.args[1], str(request.task_name)), []
             settings[given][1].append(index)
         texts = [""] * len(requests)
         with progress("texts", len(requests), enabled=self._shows_progress) as reporter:
@@ -164,8 +164,12 @@ class TunesmithLM(TemplateLM):
         ids = self.tok_encode(context) or [self.prefix_token_id]
         return Prompt("of the task", context, token_ids=tuple(ids[-(self.max_length - max_new_tokens) :]))
 
-    def _sampling(self, given: Mapping[str, Any], task: str) -> SamplingParams:
-        """The settings of a task for the engine. Raises InputError."""
+    def sampling_of(self, given: Mapping[str, Any], task: str) -> SamplingParams:
+        """The settings of a task's generation for the engine.
+
+        Raises:
+            InputError: as of `generate_until`.
+        """
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), DEFAULT_NEW_TOKENS))
         stops = handle_stop_sequences(wanted.pop("until"), None)
         num_tokens = wanted.pop("max_gen_toks")

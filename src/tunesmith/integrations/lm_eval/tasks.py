@@ -104,6 +104,16 @@ class Tasks:
             task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
         return loaded
 
+    def check(self, lm: TunesmithLM, loaded: Any) -> None:
+        """Check, before the first question is asked, that `lm` can draw the texts of all tasks.
+
+        Raises:
+            InputError: a task asks for what the model or the engine does not have.
+        """
+        for name, task in loaded["tasks"].items():
+            if task.get_config("output_type") == "generate_until":
+                lm.sampling_of(task.get_config("generation_kwargs") or {}, name)
+
     def evaluate(self, lm: TunesmithLM, loaded: Any) -> list[Figure]:
         """The figures of `lm` on what `load` has returned.
 

@@ -13,7 +13,7 @@ import torch
 
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.trace import span
-from tunesmith.collect.data.collate import EncodedPreference, TokenIds, pad_right
+from tunesmith.collect.data.collate import EncodedPreference, TokenIds, lengths_behind_common, pad_right
 from tunesmith.collect.statistics.intervals import mcnemar, proportion_interval
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.heads import RewardModel
@@ -26,13 +26,19 @@ NUM_BINS = 10
 @dataclass(frozen=True, slots=True)
 class DecidedPair:
     """Two sequences of one prompt, the preferred one first. Those of one prompt are no independent evidence. `source`
-    is the name of where the pair is from, empty where there is one source.
+    is the name of where the pair is from, empty where there is one source. `lengths` are the tokens of the two answers.
     """
 
     prompt: str
     better_ids: TokenIds
     worse_ids: TokenIds
     source: str = ""
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def answer_lengths(self) -> tuple[int, ...]:
+        """Tokens of both answers; where they were not measured, those behind what the sequences begin with."""
+        return self.lengths or lengths_behind_common((self.better_ids, self.worse_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,19 @@ class HeadsQuality:
     accuracy_agreed: float | None
     num_split: int
     accuracy_split: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Uncorrected:
+    """What a model whose rewards are corrected for length would be like without that, on the same pairs. `slope` is the
+    reward that an answer of twice the tokens has more then. Other fields as in `RewardQuality`.
+    """
+
+    slope: float
+    accuracy: float
+    length_correlation: float | None
+    accuracy_longer: float | None
+    accuracy_shorter: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +139,12 @@ class RewardQuality:
     p_value_tfidf: float | None
     heads: HeadsQuality | None = None
     sources: tuple[SourceQuality, ...] = ()
+    uncorrected: Uncorrected | None = None
 
     def to_json(self) -> dict[str, object]:
-        """All fields as JSON types, `heads` and `sources` only where there are several."""
-        return {name: value for name, value in asdict(self).items() if name not in ("heads", "sources") or value}
+        """All fields as JSON types; `heads` and `sources` where there are several, `uncorrected` if there is one."""
+        some = ("heads", "sources", "uncorrected")
+        return {name: value for name, value in asdict(self).items() if name not in some or value}
 
 
 def decided_pairs(
@@ -133,9 +154,10 @@ def decided_pairs(
     lack some.
     """
     return [
-        DecidedPair(prompt_of.get(item.prompt_id, item.prompt_id), better, worse, source)
+        DecidedPair(prompt_of.get(pair.prompt_id, pair.prompt_id), *_sides_of(pair), source, pair.answer_lengths)
         for item in items
-        for better, worse in item.decided
+        for pair in item.pairs()
+        if not pair.is_tie
     ]
 
 
@@ -151,8 +173,8 @@ def head_rewards(model: RewardModel, sequences: Sequence[TokenIds], *, micro_bat
 
 
 def margins(model: RewardModel, pairs: Sequence[DecidedPair], *, micro_batch_size: int = 16) -> np.ndarray:
-    """Reward of the better minus reward of the worse sequence by each head, float64 of shape [N, K]. Each sequence is
-    scored once.
+    """Reward of the better minus reward of the worse sequence by each head, float64 of shape [N, K], without a
+    correction for length. Each sequence is scored once.
     """
     distinct = sorted({ids for pair in pairs for ids in (pair.better_ids, pair.worse_ids)}, key=lambda ids: len(ids))
     place_of = {ids: place for place, ids in enumerate(distinct)}
@@ -173,7 +195,7 @@ def judge(
     """The quality of `model` on `heldout`. The TF-IDF model is fitted on `train`; without it there is none.
 
     If there are several sources, each has a row of its own; those of `elsewhere`, which were not trained on, count
-    nowhere else.
+    nowhere else. Rewards are less the `length_trend` of the model, if it has one.
 
     Raises DataError if there are no decided pairs to judge by, or a margin is not finite.
     """
@@ -188,7 +210,14 @@ def judge(
         tfidf_N = tfidf_margins(model.tokenizer, train, pairs) if train else None
     own = slice(len(heldout))
     of_own = None if tfidf_N is None else tfidf_N[own]
+    uncorrected = None
+    if (trend := model.length_trend) is not None:
+        uncorrected = _uncorrected(trend.slope, quality(margin_NK[own], heldout))
+        tokens_2N = zip(*(pair.answer_lengths for pair in pairs), strict=True)
+        better_N, worse_N = (trend.at(tokens_N) for tokens_N in tokens_2N)
+        margin_NK = margin_NK - (better_N - worse_N)[:, None]
     found = quality(margin_NK[own], heldout, of_own, num_tfidf_pairs=len(train), num_bins=num_bins)
+    found = replace(found, uncorrected=uncorrected)
     if len({pair.source for pair in pairs}) == 1:
         return found
     return replace(found, sources=by_source(margin_NK.mean(axis=1), pairs, tfidf_N, len(heldout)))
@@ -322,6 +351,15 @@ def _heads(margin_NK: np.ndarray, hit_N: np.ndarray) -> HeadsQuality:
         num_split=int((~agreed_N).sum()),
         accuracy_split=_mean(hit_N[~agreed_N]),
     )
+
+
+def _uncorrected(slope: float, plain: RewardQuality) -> Uncorrected:
+    return Uncorrected(slope, plain.accuracy, plain.length_correlation, plain.accuracy_longer, plain.accuracy_shorter)
+
+
+def _sides_of(pair: EncodedPreference) -> tuple[TokenIds, TokenIds]:
+    better_ids, worse_ids = pair.sequences
+    return better_ids, worse_ids
 
 
 def _sides(pair: DecidedPair) -> tuple[TokenIds, TokenIds]:

@@ -130,6 +130,11 @@ def reward_table(quality: RewardQuality) -> RenderableType:
     longer, shorter = count_of(q.num_longer, "pair"), count_of(q.num_shorter, "pair")
     table.add_row("", _or_none(q.accuracy_longer), f"accuracy on the {longer} whose better one is longer")
     table.add_row("", _or_none(q.accuracy_shorter), f"on the {shorter} whose better one is shorter")
+    if (plain := q.uncorrected) is not None:
+        table.add_row("uncorrected", f"{plain.accuracy:.3f}", "accuracy without the correction for length")
+        table.add_row("", _or_none(plain.length_correlation), "correlation of margin and difference in tokens")
+        table.add_row("", _or_none(plain.accuracy_shorter), "accuracy where the better one is shorter")
+        table.add_row("", f"{plain.slope:+.3f}", "reward of twice the tokens, which is taken off")
     if q.heads is not None:
         agreed, split = count_of(q.heads.num_agreed, "pair"), count_of(q.heads.num_split, "pair")
         table.add_row("heads", str(q.heads.num_heads), "score heads, whose mean is the reward")

@@ -26,7 +26,13 @@ class RefusedError(Exception):
 
 
 class FatalError(Exception):
-    """A server answers no question: the key is wrong, or it knows no such model."""
+    """A server answers no question: the key or its certificate is wrong, or it knows no such model. `was_sent` is False
+    if it saw nothing of the request.
+    """
+
+    def __init__(self, message: str, *, was_sent: bool = True) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,7 +348,7 @@ class Judge:
                 replies: Sequence[Reply] = self._asker.ask(list(asked.values()), seed)
         except (AwayError, RefusedError, FatalError) as error:
             for ticket in asked:
-                if isinstance(error, AwayError) and not error.was_sent:
+                if isinstance(error, AwayError | FatalError) and not error.was_sent:
                     self.answers.take_back(ticket)
                 else:
                     self.answers.fail(ticket, is_refused=not isinstance(error, AwayError) or error.is_refused)

@@ -91,7 +91,8 @@ class ServerAsker:
         try:
             response = self._client.send(method, self._path + path, body, self._key)
         except LostError as error:
-            raise AwayError(f"{self._settings.model}: {error}", was_sent=error.was_sent) from error
+            kind = FatalError if error.lasts else AwayError
+            raise kind(f"{self._settings.model}: {error}", was_sent=error.was_sent) from error
         if 200 <= response.status < 300:
             try:
                 return response.json()

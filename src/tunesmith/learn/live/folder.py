@@ -96,10 +96,10 @@ class LiveFolder:
         else:
             (self.path / TRIAL).unlink(missing_ok=True)
 
-    def save(self, found: Checkpoint) -> None:
-        """Write a checkpoint and remove older ones. Raises CheckpointError if it cannot be written."""
+    def save(self, found: Checkpoint, keep: int = _KEPT_CHECKPOINTS) -> None:
+        """Write a checkpoint, and of all leave the newest `keep`. Raises CheckpointError if it cannot be written."""
         checkpoint.save(self.files.checkpoints, found)
-        checkpoint.prune(self.files.checkpoints, _KEPT_CHECKPOINTS)
+        checkpoint.prune(self.files.checkpoints, keep)
 
     def prune(self, keep: int, serving: int) -> None:
         """Remove the weights of all versions except the newest `keep` and the served one."""

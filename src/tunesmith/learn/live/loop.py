@@ -20,6 +20,7 @@ from tunesmith.base.core.trace import span, trace
 from tunesmith.base.runs.environment import rss_gb
 from tunesmith.base.runs.folder import PLACES
 from tunesmith.collect.data import sets
+from tunesmith.collect.data.answers import Answer
 from tunesmith.collect.data.prompts import PromptLike
 from tunesmith.collect.statistics.rater_report import crowd_report, known_weights
 from tunesmith.collect.store.records import Command, Deleted
@@ -209,7 +210,9 @@ class Loop:
         self.note_fresh()  # what was read since the last checkpoint, whose cursor is behind it
         if command.kind == "forget":
             self.forget(Deleted(**json.loads(command.argument)))
-        elif command.kind == "rollback" and command.argument.isdecimal():
+            self.folder.save(self.versions.checkpoint(), keep=1)  # older ones hold the answers that were deleted
+            return
+        if command.kind == "rollback" and command.argument.isdecimal():
             self.heartbeat("going back")
             if self.versions.roll_back(int(command.argument)):
                 self.known_correct = {}
@@ -229,10 +232,17 @@ class Loop:
         self.regenerated.clear()
         self.read_again()
         self.note_fresh()
+        self.forget_others()
         if self.reward is not None:  # as after a restart, it is trained anew, on what is left
             self.reward = RewardUpdate(self.cfg, self.learner, self.offers, self.memory)
         if deleted.request_id is None:  # the second of two commands
             _log.info("somebody's data was deleted; it is not learnt from any more")
+
+    def forget_others(self, drawn: Iterable[Answer] = ()) -> None:
+        """Drop what was computed of all answers but those that are remembered or just `drawn`."""
+        kept = *self.memory.answers, *self.feedback.answers, *self.regenerated.answers
+        self.learner.keep_reference_logps([*drawn, *kept])
+        self.offers.forget_features(self.memory.train)
 
     def trial_is_over(self, now: float) -> bool:
         """Serve the tried version, or take it back, as soon as the feedback or the time says which; True if so.
@@ -314,9 +324,7 @@ class Loop:
                 else:
                     self.versions.take_back(before)
                 adapt_kl(self.learner.kl, nats, section.kl)
-                kept = *self.memory.answers, *self.feedback.answers, *self.regenerated.answers
-                self.learner.keep_reference_logps([*drawn.answers, *kept])
-                self.offers.forget_features(self.memory.train)
+                self.forget_others(drawn.answers)
                 self.note_fresh()
                 version = self.versions.add(result, [one.created_at for one in (*votes, *labels, *pairs)])
         new = {"votes": votes, "feedback": labels, "regenerated": pairs}

@@ -14,6 +14,7 @@ import torch
 from tunesmith.base.config.sections import Pessimism
 from tunesmith.base.core.errors import RewardError
 from tunesmith.base.schema.records import plain_text
+from tunesmith.collect.data.collate import completion_lengths
 from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.models.conversation import is_continued
 from tunesmith.engine.models.heads import RewardModel
@@ -45,10 +46,15 @@ class _Judged:
     mean: float = 0.0
     spread: float = 0.0
 
+    def less(self, of_length: float) -> "_Judged":
+        """The same of rewards that are less by `of_length`."""
+        return _Judged(self.reward - of_length, self.mean - of_length, self.spread)
+
 
 class ModelReward:
     """A reward model as a reward. With several heads it is their mean less `pessimism` times their standard deviation,
-    or the `worst` of them; all without what a head adds to every answer (`ensemble.Known`).
+    or the `worst` of them; all without what a head adds to every answer (`ensemble.Known`). If the model has a
+    `length_trend`, that is subtracted.
 
     Sequences are scored in micro-batches of `micro_batch_size` without gradients, sorted by length if they are padded
     (see `RewardModel.packs_rows`). With the policy's own tokenizer the ids of the rollout are scored; a completion that
@@ -112,10 +118,16 @@ class ModelReward:
                 "too long",
             )
         judged = self._judged([sequences[place] for place in fitting])
+        logged = Logged(len(samples))
+        if (trend := self.model.length_trend) is not None:
+            lengths = [self._answer_length(samples[place], sequences[place]) for place in fitting]
+            of_length = trend.at(lengths).tolist()
+            judged = [one.less(value) for one, value in zip(judged, of_length, strict=True)]
+            for value in of_length:
+                logged.metric(f"rewards/{self.name}/of_length", value)
         for place, one in zip(fitting, judged, strict=True):
             message = f"reward model `{self.name}` gave {one.reward} to {samples[place]}; its weights may be damaged"
             outcomes[place] = one.reward if math.isfinite(one.reward) else SampleError(message, "not finite")
-        logged = Logged(len(samples))
         if self.model.num_heads > 1:
             self._log_heads(logged, dict(zip(fitting, judged, strict=True)))
         return Scored(outcomes, logged)
@@ -164,7 +176,7 @@ class ModelReward:
         Raises:
             InputError: the chat template refuses it.
         """
-        if self.scores_token_ids and (self._same_template or not sample.prompt.is_conversational):
+        if self._reads_rollout(sample):
             return self._closed(sample)
         tokenizer = self.model.tokenizer
         if self.model.pools_last_token and (tokenizer.chat_template or not sample.prompt.is_conversational):
@@ -174,6 +186,19 @@ class ModelReward:
         separator = "" if isinstance(content, str) or is_continued(content) else "\n"
         text = plain_text(content) + separator + sample.completion.text
         return encode_marked(tokenizer, text)
+
+    def _reads_rollout(self, sample: Sample) -> bool:
+        """True if the ids of the rollout are scored."""
+        return self.scores_token_ids and (self._same_template or not sample.prompt.is_conversational)
+
+    def _answer_length(self, sample: Sample, ids: tuple[int, ...]) -> int:
+        """Tokens of the completion in the ids that `encode` gives for `sample`."""
+        if self._reads_rollout(sample):
+            return len(ids) - len(sample.prompt_token_ids)
+        prompt, tokenizer = replace(sample.prompt, token_ids=None), self.model.tokenizer
+        if prompt.is_conversational and not tokenizer.chat_template:
+            prompt = replace(prompt, content=plain_text(prompt.content))
+        return completion_lengths(tokenizer, prompt, [ids])[0]
 
     def _closed(self, sample: Sample) -> tuple[int, ...]:
         ids = sample.prompt_token_ids + sample.completion.token_ids

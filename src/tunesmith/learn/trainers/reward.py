@@ -19,12 +19,14 @@ from torch import nn
 
 from tunesmith.base.config.algorithms.reward import CommitteeSection, LengthSection, RewardRecipe, RewardTrainerSection
 from tunesmith.base.core.errors import ConfigError
+from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import Groups, derive, items_at, permutation, steps_of_epochs
 from tunesmith.base.core.trace import span
 from tunesmith.collect.data.balance import balanced
 from tunesmith.collect.data.collate import (
     EncodedPreference,
     PairBatch,
+    TokenIds,
     answer_lengths,
     as_pairs,
     collate_pairs,
@@ -39,6 +41,7 @@ from tunesmith.engine.distributed.ranks import gathered, share_of
 from tunesmith.engine.kernels.native import Kernels
 from tunesmith.engine.models.export import ModelCard, save_final
 from tunesmith.engine.models.heads import RewardModel
+from tunesmith.engine.models.length_trend import LengthTrend
 from tunesmith.engine.models.load import new_reward_model
 from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, keep_lower_layers
 from tunesmith.engine.models.optimizer import MasterAdamW
@@ -67,7 +70,10 @@ from tunesmith.learn.trainers.session import Session
 from tunesmith.learn.trainers.work import Rows, RunWork, Work
 
 _MOST_KNOWN = 1024
-"""Answers that the heads' spread on votes is measured on, at most: a quantile at 95 % needs no more."""
+"""Answers that the heads' spread on votes is measured on, at most, and about as many that the trend over length is
+fitted to: a quantile at 95 %, or four straight parts, need no more."""
+
+_log = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -127,6 +133,8 @@ class Reward:
         head = self.model.length_head if trains else None
         if head is None:
             reward_BK = self.model.heads(batch.ids_BT, batch.lengths_B)
+            if not trains and (trend := self.model.length_trend) is not None:
+                reward_BK = reward_BK - reward_BK.new_tensor(trend.at(answer_lengths(pairs).tolist()))[:, None]
             return self.loss_of_pairs(pairs, batch, reward_BK, num_items, trains=trains)
         reward_BK, length_B = self.model.heads_and_length(batch.ids_BT, batch.lengths_B)
         loss, stats = self.loss_of_pairs(pairs, batch, reward_BK + length_B[:, None], num_items, trains=trains)
@@ -210,6 +218,21 @@ class Reward:
         """A block in which the model has the mean of its weights, if that is followed and has begun."""
         return nullcontext() if self.average is None else self.average.written()
 
+    def correct(self, items: Sequence[EncodedPreference]) -> None:
+        """Fit the trend of the rewards over length to the answers of some of `items`, which rewards are less from then
+        on, but for the loss that trains.
+        """
+        order, some = permutation(derive(self.seed, "trend"), 0, len(items)), dict[TokenIds, tuple[int, str]]()
+        for item in (items[place] for place in order):
+            prompt = self.prompt_of.get(item.prompt_id, item.prompt_id)
+            lengths = zip(item.sequences, item.answer_lengths, strict=True)
+            some |= {ids: (length, prompt) for ids, length in lengths}
+            if len(some) >= _MOST_KNOWN:
+                break
+        reward_NK = head_rewards(self.model, list(some), micro_batch_size=self.cfg.micro_batch_size)
+        lengths, prompts = zip(*some.values(), strict=True)
+        self.model.length_trend = LengthTrend.fitted(reward_NK.mean(-1).numpy(), lengths, prompts)
+
     def know(self, items: Sequence[EncodedPreference]) -> None:
         """Keep what several heads say of the answers of some of `items`, one at least."""
         order = permutation(derive(self.seed, "known"), 0, len(items))
@@ -232,6 +255,8 @@ class RewardTask:
         keep_lower_layers(self.model.model, cfg.reward_model.num_layers)
         freeze_lower_layers(self.model.model, cfg.model.num_trainable_layers)
         self.model.model.score.requires_grad_(True)
+        self.model.length_trend = None  # of one that is trained on, it was that of other weights
+        self.corrects = cfg.reward_model.length.method == "post_hoc"
         if cfg.reward_model.length.method == "odin":
             self.model.add_length_head()
         self.raters = votes_of_raters(cfg.pairs)
@@ -293,7 +318,8 @@ class RewardTask:
         rows = Rows(prompt, max(1.0, fmean(map(len, distinct)) - prompt), per_prompt)
         each = rows.tokens(len(distinct)) / len(train)
         heldout = {ids for item in (*self.data.heldout, *self.data.elsewhere.items) for ids in item.sequences}
-        evaluation = Work(scored=rows.tokens(len(heldout)))
+        num_corrected = min(_MOST_KNOWN, len(distinct)) if self.corrects else 0
+        evaluation = Work(scored=rows.tokens(len(heldout) + num_corrected))
         step = Work(trained=min(section.pairs_per_step, len(train)) * each, updates=1)
         judging = evaluation if self.cfg.evaluation.judge else Work()
         work = RunWork(rows, step, evaluation, once=judging)
@@ -313,19 +339,29 @@ class RewardTask:
         beat. Of several sources each has its accuracy and this baseline, also those that are only evaluated on.
         """
         size, figures = self.cfg.reward_model.micro_batch_size, EvaluationFigures()
+        if self.corrects:
+            with span("evaluate"), learner.weights_to_judge():
+                learner.correct(self.data.train)
         for name, items, is_trained in decided_by_source(self.data):
             with span("evaluate"), learner.weights_to_judge():
                 micros = share_of(chunks(items, size))
                 stats = gathered([learner.micro_batch_loss(micro, len(items))[1] for micro in micros])
             figures.add(name, items, merged(stats), is_trained=is_trained)
-        return figures.metrics()
+        trend = learner.model.length_trend
+        return {**figures.metrics(), **({} if trend is None else {"eval/length_slope": trend.slope})}
 
     def measure(self, learner: Reward, when: str) -> dict[str, object]:
-        """Nothing apart from `evaluate`. After training the model gets the mean of its weights, if there is one, and
-        what several heads say of held-out answers, or without any of those that were learnt.
+        """Nothing apart from `evaluate`. After training the model gets the mean of its weights, if there is one, the
+        trend over length, if rewards are to be corrected by it, and what several heads say of held-out answers, or
+        without any of those that were learnt.
         """
         if when == "after" and learner.average is not None:
             learner.average.write()
+        if when == "after" and self.corrects:
+            with span("evaluate"):
+                learner.correct(self.data.train)
+            if learner.model.length_trend is None:
+                _log.warning("the answers to each prompt are equally long, so that nothing is to be corrected")
         if when == "after" and learner.model.num_heads > 1:
             with span("evaluate"):
                 learner.know(self.data.heldout or self.data.train)
@@ -337,7 +373,7 @@ class RewardTask:
         """
         last = session.metrics[-1]
         names = ("loss", "accuracy", "eval/accuracy", "eval/margin", "eval/num_pairs", "eval/longer_wins")
-        known = learner.model.known
+        known, trend = learner.model.known, learner.model.length_trend
         figures = {
             "steps": len(session.metrics),
             "num_pairs": len(self.data.train),
@@ -347,6 +383,7 @@ class RewardTask:
             **{name: last[name] for name in names if name in last},
             **({} if self.raters is None else self.raters.facts),
             **({} if known is None else {"num_heads": learner.model.num_heads, "spread": known.mean}),
+            **({} if trend is None else {"length_slope": trend.slope}),
         }
         heldout, elsewhere = pairs_to_judge(self.data)
         if not self.cfg.evaluation.judge or not heldout:

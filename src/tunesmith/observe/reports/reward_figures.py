@@ -25,6 +25,12 @@ def calibration_chart(quality: Facts) -> Chart | None:
             f"{_percent(heads['accuracy_agreed'])}. On the other {heads['num_split']} the model is right on "
             f"{_percent(heads['accuracy_split'])}."
         )
+    if plain := quality.get("uncorrected"):
+        note += (
+            f" Rewards are corrected for length; without that the model is right on {_percent(plain['accuracy'])} of "
+            f"the pairs, and on {_percent(plain['accuracy_shorter'])} where the better one is shorter (with it: "
+            f"{_percent(quality.get('accuracy'))} and {_percent(quality.get('accuracy_shorter'))})."
+        )
     diagonal = scatter("as sure as right", [0.5, 1], [0.5, 1], line={"color": LIGHT["line"], "dash": "dot"})
     points = scatter(
         "held-out pairs",

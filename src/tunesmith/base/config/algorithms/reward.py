@@ -61,10 +61,11 @@ class LengthSection(Section):
 
     SHORTHAND = "method"
 
-    method: Literal["none", "odin", "balanced"] = "none"
+    method: Literal["none", "odin", "balanced", "post_hoc"] = "none"
     """`odin`: a second head learns length, orthogonal to the first, and is left out in the end (Chen et al. 2024, arXiv
     2402.07319); `balanced`: weights, by which of equally different lengths the longer answer wins as often as it
-    loses, in each source."""
+    loses, in each source; `post_hoc`: the trend of the trained model's rewards over the length of answers to train on
+    is subtracted from what it gives (Huang et al. 2024, arXiv 2409.17407)."""
     coef: NonNegative = 1.0
     """odin: weight of the correlations of both heads with length."""
     orthogonal_coef: NonNegative = 1.0

@@ -172,12 +172,15 @@ class Server:
 
         Raises:
             RefusedError: it will not do that.
+            InputError: its certificate or protocol lets nobody ask it.
             TransientError: it is away, or it failed.
         """
         where = f"{method} {path.partition('?')[0]}"
         try:
             response = self._client.send(method, self._path + path, body, self._key)
         except LostError as error:
+            if error.lasts:
+                raise InputError(f"{self.name}: {error}") from error
             raise TransientError(f"{where}: {error}") from error
         status, text = response.status, response.text
         said = f"{where} answered {status}: {' '.join(text.split())[:300]}"
