@@ -59,7 +59,7 @@ class LlamaCpp(Contender):
         sizes = {"-c": positions + rows, "-b": 2048, "-ub": 512, "-npp": prompt, "-ntg": new, "-npl": rows}
         sizes |= dict.fromkeys(("-t", "-tb"), self._settings.num_threads)
         flags = [word for name, number in sizes.items() for word in (name, str(number))]
-        shared = ["-pps"] if is_shared else []
+        shared = ["-pps", "-kvu"] if is_shared else []  # one prompt for all, in one cache
         command = [str(self._program), "-m", self._settings.file, *flags, *shared, "--output-format", "jsonl"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
