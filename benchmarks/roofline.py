@@ -1,11 +1,12 @@
 """Roofline of drawing tokens on a CPU: the model's matrix products alone, at the rate measured in the same run.
 
-The rate is that of the faster of torch's products and the engine's own, which in bfloat16 are the same to the bit. Each
-product has the weight of its own layer, as in a real pass: a single weight would stay in the cache.
+The rate is that of the faster of torch's products and the engine's own, which in bfloat16 are the same to the bit, and
+with `--weights int8` are those in 8 bits. Each product has the weight of its own layer, as in a real pass: a single
+weight would stay in the cache.
 Shape legend: M rows, I inputs, O outputs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,8 +17,11 @@ from benchmarks.common import seconds_of
 from benchmarks.contenders import ModelSettings
 from benchmarks.workloads import Workload
 from tunesmith.engine.kernels.linear.api import BlocksLikeTorch, linear, pack
+from tunesmith.engine.kernels.linear_int8.api import linear as int8_linear
+from tunesmith.engine.kernels.linear_int8.api import pack as pack_int8
 from tunesmith.engine.kernels.native import Kernels
 from tunesmith.engine.models.loaded import PreTrainedModel
+from tunesmith.engine.rollout.runner import Weights
 
 SHOWN_ROWS = (16, 32, 64, 128)
 """Rows whose rates are always measured and shown."""
@@ -25,6 +29,8 @@ SHOWN_ROWS = (16, 32, 64, 128)
 _MOST_DECODE_ROWS, _MOST_PREFILL_ROWS = 128, 2048
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 _NUM_TRIES = 3
+
+_Own = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Products:
         kernels = Kernels()
         blocks = BlocksLikeTorch(kernels)
         self._trunk, self._head = (
-            [_Product(weight_OI, blocks.of(weight_OI), kernels) for weight_OI in weights]
+            [_Product(weight_OI, _own_product(weight_OI, blocks, kernels, settings.weights)) for weight_OI in weights]
             for weights in (trunk_OI, [head_OI])
         )
         self._flops = 2 * sum(weight_OI.numel() for weight_OI in trunk_OI), 2 * head_OI.numel()
@@ -112,19 +118,31 @@ def linear_weights(model: PreTrainedModel) -> tuple[list[torch.Tensor], torch.Te
     return [torch.cat(parts) for parts in groups.values()], head.weight.detach()
 
 
+def _own_product(weight_OI: torch.Tensor, blocks: BlocksLikeTorch, kernels: Kernels, weights: Weights) -> _Own | None:
+    """The engine's product with a weight; None where it takes torch's."""
+    if weights == "int8":
+        rounded = pack_int8(weight_OI, kernels=kernels)
+        return lambda x_MI: int8_linear(x_MI, rounded, None)
+    block = blocks.of(weight_OI)
+    if block is None:
+        return None
+    packed = pack(weight_OI, block, kernels=kernels)
+    return lambda x_MI: linear(x_MI, packed, None)
+
+
 class _Product:
     """One product in two ways: torch's with its weight packed by oneDNN where it packs such weights, and our own."""
 
-    def __init__(self, weight_OI: torch.Tensor, block: int | None, kernels: Kernels) -> None:
+    def __init__(self, weight_OI: torch.Tensor, own: _Own | None) -> None:
         self.num_inputs, self.dtype = weight_OI.shape[1], weight_OI.dtype
         self._weight_OI = weight_OI
         has_packed = weight_OI.dtype in (torch.bfloat16, torch.float32) and torch.backends.mkldnn.is_available()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), 64) if has_packed else None
-        self._own = None if block is None else pack(weight_OI, block, kernels=kernels)
+        self._own = own
 
     def __call__(self, x_MI: torch.Tensor, is_own: bool) -> torch.Tensor:
         if is_own and self._own is not None:
-            return linear(x_MI, self._own, None)
+            return self._own(x_MI)
         if self._packed is None:
             return nn.functional.linear(x_MI, self._weight_OI)
         return torch.ops.mkldnn._linear_pointwise(x_MI, self._packed, None, "none", [], "")
