@@ -119,7 +119,7 @@ template <class Number> void quantize(const Number* x, int64_t num_inputs, const
 
 template <int R, class Number>
 void tile(const LinearInt8Arguments& given, const Rows& rows, int64_t row, const uint8_t* panel, const float* scales,
-          Number* y, const Number* bias, int64_t num_outputs) {
+          Number* y, const Number* bias, int64_t num_outputs, const uint8_t* ahead) {
     Floats total[R][kVectors] = {};
     const Input* x[R];
     for (int r = 0; r < R; ++r) x[r] = rows.numbers + (row + r) * rows.width;
@@ -130,6 +130,7 @@ void tile(const LinearInt8Arguments& given, const Rows& rows, int64_t row, const
             for (int v = 0; v < kVectors; ++v) sum[r][v] = rows.starts[(row + r) * rows.blocks + b] + Ints{};
         for (int64_t i = start; i < stop; i += kPerStep) {
             const uint8_t* weight = panel + i * kOutputs;
+            __builtin_prefetch(ahead + i * kLanes, 0, 2);
             for (int r = 0; r < R; ++r)
                 for (int v = 0; v < kVectors; ++v)
                     sum[r][v] = Products::multiply_add(sum[r][v], x[r] + i, weight + v * kLanes * kPerStep);
@@ -162,9 +163,12 @@ void panel_rows(const LinearInt8Arguments& given, const Rows& rows, int64_t p, i
     const uint8_t* panel = (const uint8_t*)given.panels + rows.width * first;
     const float* scales = (const float*)given.scales + rows.blocks * first;
     const Number* bias = given.bias ? (const Number*)given.bias + first : nullptr;
-    while (row < end) {
+    for (int number = 0; row < end; ++number) {
         const int64_t count = std::min<int64_t>(kTileRows, end - row);
-        tile_of<kTileRows>(count, given, rows, row, panel, scales, (Number*)given.y + first, bias, num_outputs);
+        // The first tiles ask for a register's share of the next panel each, so that it comes while this one is used.
+        const int64_t vector = number < kVectors ? kVectors + number : 0;
+        const uint8_t* ahead = panel + rows.width * kLanes * vector;
+        tile_of<kTileRows>(count, given, rows, row, panel, scales, (Number*)given.y + first, bias, num_outputs, ahead);
         row += count;
     }
 }
@@ -183,7 +187,8 @@ template <class Number> void multiply(const LinearInt8Arguments& given) {
     const int64_t wanted = (4 * given.num_threads + num_panels - 1) / num_panels;  // parts of the rows, for few panels
     const int64_t part_rows = (num_tiles + wanted - 1) / wanted * kTileRows;
     const int64_t num_parts = (given.num_rows + part_rows - 1) / part_rows;
-    const bool is_threaded = given.num_threads > 1 && given.num_rows * given.num_inputs * given.num_outputs > kThreadedWork;
+    const int64_t work = given.num_rows * given.num_inputs * given.num_outputs;
+    const bool is_threaded = given.num_threads > 1 && work > kThreadedWork;
 #pragma omp parallel num_threads((int)given.num_threads) if (is_threaded)
     {
 #pragma omp for schedule(static)
@@ -245,8 +250,8 @@ extern "C" int64_t linear_int8_panel_outputs() { return kOutputs; }
 extern "C" int64_t linear_int8_width(int64_t num_inputs) { return filled(num_inputs); }
 
 // `panels` and `scales` have a whole number of panels; what is beyond the outputs is 0.
-extern "C" void linear_int8_pack(const void* weight, void* panels, void* scales, int64_t num_outputs, int64_t num_inputs,
-                                 int64_t num_threads, int64_t is_bfloat16) {
+extern "C" void linear_int8_pack(const void* weight, void* panels, void* scales, int64_t num_outputs,
+                                 int64_t num_inputs, int64_t num_threads, int64_t is_bfloat16) {
     with_number(is_bfloat16, [&](auto number) {
         pack((const decltype(number)*)weight, (uint8_t*)panels, (float*)scales, num_outputs, num_inputs, num_threads);
     });
