@@ -110,7 +110,7 @@ def test_an_interrupt_is_a_ctrl_c_that_holds_what_is_finished() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "vllm"}, "rollout backend 'vllm' is unknown; choose native, transformers, or a record Native"),
+        ({"backend": "vllm"}, "rollout backend 'vllm' is unknown; choose native, transformers or a record Native"),
         ({"num_slots": 0}, "num_slots is 0; give at least 1"),
         ({"kv_cache_mb": 0}, "kv_cache_mb is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
