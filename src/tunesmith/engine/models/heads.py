@@ -137,8 +137,8 @@ class RewardModel(nn.Module):
 
     @property
     def length_trend(self) -> LengthTrend | None:
-        """What is to be subtracted from the rewards of answers by their length, as `judge` and `ModelReward`
-        do; None if there is nothing. It is saved with the model.
+        """The trend that is to be subtracted from the rewards of answers by their length, as `judge` and `ModelReward`
+        do; None if there is none. It is saved with the model.
         """
         return LengthTrend.of_config(getattr(self.model.config, TREND, None))
 

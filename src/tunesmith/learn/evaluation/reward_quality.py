@@ -71,8 +71,8 @@ class HeadsQuality:
 
 @dataclass(frozen=True, slots=True)
 class Uncorrected:
-    """What a model whose rewards are corrected for length would be like without that, on the same pairs. `slope` is the
-    reward that an answer of twice the tokens has more then. Other fields as in `RewardQuality`.
+    """Figures of a model whose rewards are corrected for length, without that, on the same pairs. `slope` is the reward
+    that an answer of twice the tokens has more then. Other fields as in `RewardQuality`.
     """
 
     slope: float

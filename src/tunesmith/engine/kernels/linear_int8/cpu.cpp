@@ -25,7 +25,7 @@ namespace {
 // A panel is the weight of `kOutputs` outputs: for each step of `kPerStep` inputs as many numbers of each output. They
 // are stored plus 128, without a sign, as the instructions take one factor; what that adds to a sum is 128 times the
 // sum of the row's numbers in the block, which is known before. The number of inputs is filled up with zeros to steps.
-constexpr int64_t kBlock = 64;
+constexpr int64_t kBlock = 64;  // BLOCK of torch_impl.py
 constexpr int kOffset = 128;
 constexpr float kMost = 127.0f, kSmallest = 1e-30f;  // a block of smaller numbers is taken as 0
 constexpr int64_t kThreadedWork = 1 << 17;  // products from which on a second thread is worth its start
@@ -240,8 +240,6 @@ void pack(const Number* weight, uint8_t* panels, float* scales, int64_t num_outp
 #endif
 
 }  // namespace
-
-extern "C" int64_t linear_int8_block() { return kBlock; }
 
 #ifdef TUNESMITH_DOT
 
