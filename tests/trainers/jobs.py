@@ -53,9 +53,10 @@ def noisy(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
 def train(
     trainer: str, folder: Path, dtype: str = "float32", lora: Mapping[str, object] | None = None, **run: Any
 ) -> Path:
-    """A run of ten steps below `folder`, of adapters if `lora` is given; its run folder."""
+    """A run of ten steps below `folder`, of adapters if `lora` is given, whose `base` may be int8; its run folder."""
     section = {**EVERY, "dir": str(folder), **run}
-    model = {"name": BASE, "dtype": dtype, "lora": lora or {}}
+    keys = dict(lora or {})
+    model = {"name": BASE, "dtype": dtype, "base": keys.pop("base", "model"), "lora": keys}
     heldout = {"heldout_fraction": 0.3}
     if trainer in ("reward", "heads", "odin", "post_hoc"):
         several: dict[str, object] = {"heads": {"count": 3 if trainer in ("heads", "post_hoc") else 1}}

@@ -49,6 +49,18 @@ def test_nor_with_odd_ranks_scales_and_targets(lora: dict[str, Any], critic: str
     assert [row["rollout/logp_diff_max"] for row in rows] == [0.0] * 5
 
 
+@pytest.mark.pairs
+@in_exact_dtypes
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("recipe", [grpo_recipe, ppo_recipe])
+def test_nor_on_a_base_in_8_bits(recipe: Any, use_dora: bool, dtype: str, tmp_path: Path) -> None:
+    cfg = recipe(tmp_path, model={**model("qwen2", dtype, use_dora=use_dora), "base": "int8"}, run={"steps": 20})
+    rows = training(cfg, prompts=PROMPTS, rewards=[spread]).metrics
+    assert [row["rollout/logp_diff_max"] for row in rows] == [0.0] * 20
+    assert rows[0]["grad_norm"] > 0
+    assert rows[-1]["kl"] != 0
+
+
 @needs_bf16
 def test_the_first_step_has_no_kl_and_later_ones_have(tmp_path: Path) -> None:
     rows = training(grpo_recipe(tmp_path, model=model()), prompts=PROMPTS, rewards=[spread]).metrics

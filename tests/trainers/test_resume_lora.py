@@ -57,6 +57,8 @@ def test_killed_and_resumed_in_another_process_a_run_ends_the_same(trainer: str,
         ("kto", "float32", {}),
         ("ppo", "bfloat16", {"use_rslora": True}),
         ("grpo", "bfloat16", {"use_dora": True}),
+        *((trainer, "bfloat16", {"base": "int8"}) for trainer in (*TRAINERS, "live")),
+        ("grpo", "float32", {"base": "int8"}),
     ],
 )
 def test_stopped_by_a_signal_and_resumed_a_run_ends_the_same(

@@ -6,7 +6,7 @@ import torch
 import drawn
 from tunesmith.base.core.errors import InputError
 from tunesmith.engine.kernels.linear_int8 import torch_impl
-from tunesmith.engine.kernels.linear_int8.api import PackedInt8, has_native, linear, pack
+from tunesmith.engine.kernels.linear_int8.api import PackedInt8, has_native, linear, pack, stored, unpacked
 from tunesmith.engine.kernels.native import Kernels
 
 SHAPES = [(48, 64), (960, 576), (100, 1030), (576, 1536), (17, 2), (33, 65), (1, 7)]
@@ -110,6 +110,28 @@ def test_numbers_at_the_ends_of_float32(kernels: Kernels):
     for scale in (1e-38, 1e-34, 1e-25, 1e30):
         found_RO = linear(x_RI * scale, pack(weight_OI, kernels=kernels), None)
         assert bool(found_RO.isfinite().all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unpacked_it_is_what_the_8_bits_stand_for(shape, dtype, kernels: Kernels):
+    weight_OI = drawn.normal(*shape, dtype=dtype)
+    packed = pack(weight_OI, kernels=kernels)
+    assert torch.equal(unpacked(packed), torch_impl.dequantized(weight_OI).to(dtype))
+    again = stored(packed.numbers, packed.scales, *shape, dtype)
+    x_RI = drawn.normal(5, shape[1], seed=1, dtype=dtype)
+    assert torch.equal(linear(x_RI, again, None), linear(x_RI, packed, None))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_gradient_is_that_of_the_unpacked_weight(shape, kernels: Kernels):
+    x_RI, weight_OI = case(shape, torch.float32)
+    bias_O, d_y_RO = drawn.normal(shape[0], seed=2), drawn.normal(13, shape[0], seed=3)
+    x_RI.requires_grad_()
+    bias_O.requires_grad_()
+    linear(x_RI, pack(weight_OI, kernels=kernels), bias_O).backward(d_y_RO)
+    expected_RI = d_y_RO.double() @ torch_impl.dequantized(weight_OI).double()
+    torch.testing.assert_close(x_RI.grad.double(), expected_RI, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bias_O.grad, d_y_RO.sum(0))
 
 
 def test_other_dtypes_are_computed_by_torch():

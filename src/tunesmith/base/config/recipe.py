@@ -81,6 +81,11 @@ class Recipe(Section):
                 "optimizer.state is int8, whose blocks would lie on several ranks with scale.shard: parameters; set "
                 "one of them back"
             )
+        if self.model.base == "int8" and (self.scale.pipeline > 1 or self.scale.shards_parameters):
+            raise ValueError(
+                "model.base is int8, whose weights ranks cannot divide; leave out scale.pipeline and scale.shard: "
+                "parameters, or set model.base to model"
+            )
         if self.scale.is_exact and self.model.dtype == "float16":
             raise ValueError(
                 "scale.reduction is exact, which has no range for scaled float16 gradients; set another model.dtype"

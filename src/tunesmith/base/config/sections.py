@@ -110,6 +110,9 @@ class ModelSection(Section):
     num_trainable_layers: PositiveInt | None = None
     """Train only the top n layers, freeze the others and the embeddings; null trains all."""
     lora: LoraSection = LoraSection()
+    base: Literal["model", "int8"] = "model"
+    """The frozen weights under adapters: as the model has them, or rounded to 8 bits when it is loaded, which halves
+    their memory and makes products faster; trainer and native engine compute the same numbers with them. On a CPU."""
     seed: Seed = 0
     """Seed of random weights, for `scratch` and `tiny:<family>`."""
     trust_remote_code: bool = False

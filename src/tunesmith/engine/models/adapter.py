@@ -82,6 +82,11 @@ def merged(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
     return changed_OI.to(weight_OI.dtype)
 
 
+def is_dora(adapter: Adapter | None) -> bool:
+    """True for DoRA, which scales the product with the weight and adds the bias afterwards."""
+    return adapter is not None and adapter.magnitude_O is not None
+
+
 def is_idle(adapter: Adapter, weight_OI: torch.Tensor) -> bool:
     """True if the adapter changes nothing: B is zero, and each magnitude is the length of its row."""
     if bool(adapter.up_OR.any()):

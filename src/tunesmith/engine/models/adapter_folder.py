@@ -1,7 +1,7 @@
 """Folders with adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`, and our `base.json`.
 
-`base.json` names the base as in a recipe, with the seed of random weights and the number of layers kept. PEFT does not
-read or write it.
+`base.json` names the base as in a recipe, with the seed of random weights, the number of layers kept, and whether the
+base was in 8 bits in training. PEFT does not read or write it.
 """
 
 import copy
@@ -93,13 +93,15 @@ def read_base(folder: Path, name: str) -> AdapterBase:
             raise ModelError(f"{folder / CONFIG_FILE} names no base; write it into base_model_name_or_path")
         return AdapterBase(base)
     base, seed, num_layers = own.get("name"), own.get("seed"), own.get("num_layers")
+    is_int8 = own.get("is_int8", False)  # older folders do not say
     if (
         not isinstance(base, str)
         or not isinstance(seed, int)
         or not (num_layers is None or isinstance(num_layers, int))
+        or not isinstance(is_int8, bool)
     ):
         raise ModelError(f"{folder / BASE_FILE} has no name, seed and num_layers of a base; get the folder again")
-    return AdapterBase(base, seed, num_layers)
+    return AdapterBase(base, seed, num_layers, is_int8)
 
 
 def read_heads(folder: Path, name: str) -> tuple[int, Mapping[str, object]] | None:

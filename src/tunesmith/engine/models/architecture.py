@@ -15,7 +15,7 @@ from tunesmith.base.core.errors import ModelError
 from tunesmith.engine.kernels.attention.records import AttentionSettings
 from tunesmith.engine.kernels.gated.api import Activation
 from tunesmith.engine.kernels.logprob.head import OutputLayer
-from tunesmith.engine.models.adapter import Adapter
+from tunesmith.engine.models.adapter import Adapter, is_dora
 
 
 class UnsupportedArchitecture(ModelError):
@@ -282,7 +282,25 @@ def adapter_of(module: Any) -> Adapter | None:
 
 def output_size(module: nn.Module) -> int:
     """Output width of a linear map; GPT-2's `Conv1D` has a transposed weight."""
+    if "weight" not in module._parameters:  # in 8 bits, of which `weight` makes a copy
+        return module.out_features  # type: ignore[return-value]
     return module.weight.shape[1] if isinstance(module, Conv1D) else module.weight.shape[0]  # type: ignore[index]
+
+
+def joined_bias(projection: Projection) -> torch.Tensor | None:
+    """The biases of all modules, 0 where there is none; but for those of modules with DoRA, which come later. None if
+    no module has one.
+    """
+    parts = zip(projection.modules, projection.adapters, strict=True)
+    biases = [None if is_dora(adapter) else module.bias for module, adapter in parts]
+    given = next((bias for bias in biases if bias is not None), None)
+    if given is None:
+        return None
+    filled = [
+        given.new_zeros(output_size(module)) if bias is None else bias  # type: ignore[operator]
+        for module, bias in zip(projection.modules, biases, strict=True)
+    ]
+    return torch.cat(filled)  # type: ignore[arg-type]
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:

@@ -43,6 +43,7 @@ from tunesmith.engine.models.architecture import (
 )
 from tunesmith.engine.models.embedding import embedded
 from tunesmith.engine.models.fingerprint import parts_of, same_parts
+from tunesmith.engine.models.int8_base import base_outputs, int8_map_of, is_int8
 from tunesmith.engine.models.loaded import layers_of
 from tunesmith.engine.models.mixture import Linear, LinearOfExperts, mixture
 from tunesmith.engine.models.proof import prove
@@ -335,6 +336,9 @@ class Decoder:
 
     def _settle(self, model: PreTrainedModel) -> None:
         """Prove the architecture, or the same with the other order of rotary positions."""
+        if (rounded := int8_map_of(model)) is not None:  # proved before
+            self.architecture = self.architecture.turning_neighbours if rounded.turns_neighbours else self.architecture
+            return
         if model.config.model_type in _TESTED_TYPES and type(model).__module__.startswith("transformers."):
             return
         try:
@@ -379,7 +383,15 @@ def module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch
     if len(x_TH) == 1:  # torch may compute a product of one row with another kernel, with other bits
         return [output_TH[:1] for output_TH in module_outputs(projection, x_TH.expand(2, -1))]
     parts = zip(projection.modules, projection.adapters, strict=True)
-    outputs = [_base(module, x_TH) if adapter is None else _adapted(module, adapter, x_TH) for module, adapter in parts]
+    if is_int8(projection):
+        outputs = [
+            y_TO if adapter is None else _adapted(module, adapter, x_TH, y_TO)
+            for (module, adapter), y_TO in zip(parts, base_outputs(projection, x_TH), strict=True)
+        ]
+    else:
+        outputs = [
+            _base(module, x_TH) if adapter is None else _adapted(module, adapter, x_TH) for module, adapter in parts
+        ]
     return outputs if len(outputs) == len(projection.sizes) else outputs[0].split(projection.sizes, dim=-1)
 
 
@@ -396,14 +408,16 @@ def _base(module: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
     return module(x_TH)
 
 
-def _adapted(module: nn.Module, adapter: Adapter, x_TH: torch.Tensor) -> torch.Tensor:
-    """The output of a linear map with its adapter."""
+def _adapted(
+    module: nn.Module, adapter: Adapter, x_TH: torch.Tensor, base_TO: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The output of a linear map with its adapter; `base_TO` is that without, where it is known."""
     dropped_TH = x_TH if adapter.dropout is None else adapter.dropout(x_TH)
     inner_TR = low_rank(dropped_TH, adapter.down_RI, adapter.scaling)
     if adapter.magnitude_O is None:
-        return add_low_rank(_base(module, x_TH), inner_TR, adapter.up_OR)
+        return add_low_rank(_base(module, x_TH) if base_TO is None else base_TO, inner_TR, adapter.up_OR)
     weight_OI, bias_O = weight_of(module), module.bias
-    y_TO = add_low_rank(linear(x_TH, weight_OI), inner_TR, adapter.up_OR)
+    y_TO = add_low_rank(linear(x_TH, weight_OI) if base_TO is None else base_TO, inner_TR, adapter.up_OR)
     return stretch(y_TO, dora_scale(adapter, weight_OI), bias_O)  # type: ignore[arg-type]
 
 

@@ -64,8 +64,9 @@ def load_policy(
 ) -> LoadedModel:
     """The language model named by `section`, in evaluation mode without dropout, with its right-padding tokenizer.
 
-    A text is its name alone. With `section.lora` fresh adapters of a frozen base are trained; a folder with adapters is
-    loaded with its base, and they are trained on. `dtype` overrides the section's. Without a padding token, eos pads.
+    A text is its name alone. With `section.lora` fresh adapters of a frozen base are trained, which `section.base` may
+    round to 8 bits; a folder with adapters is loaded with its base as it was in training, and they are trained on.
+    `dtype` overrides the section's. Without a padding token, eos pads.
 
     Raises:
         ModelError: there is no such model, or it is not a language model.
@@ -83,6 +84,7 @@ def load_policy(
     else:
         adapter_folder.load_adapters(model, adapters, section.name)
         tokenizer = _tokenizer_beside(adapters, section, tokenizer)
+    _round_base(model, section)
     _check_vocabulary(model, tokenizer, section.name)
     stop_at_ends(model, tokenizer)
     return LoadedModel(model, tokenizer, section.name, dtype)
@@ -140,6 +142,7 @@ def new_reward_model(
     if adapters is None:
         _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
         lora.add_adapters(model, section.lora, _as_base(section))
+    _round_base(model, section)
     return RewardModel(model, tokenizer, source=section.name, section=section)
 
 
@@ -477,6 +480,13 @@ def _prepare(model: PreTrainedModel, device: str | torch.device, *, gradient_che
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
+
+
+def _round_base(model: PreTrainedModel, section: ModelSection) -> None:
+    """Round the base of the adapters to 8 bits if `section`, or the folder that they are from, says so."""
+    was_int8 = lora.has_adapters(model) and lora.base_of(model).is_int8
+    if section.base == "int8" or was_int8:
+        lora.hold_base_in_int8(model, section.name)
 
 
 def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:

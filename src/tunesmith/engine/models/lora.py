@@ -7,7 +7,7 @@ the adapters are trained, in the dtype of the base, with float32 masters in the 
 import copy
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,17 @@ from transformers.pytorch_utils import Conv1D
 
 from tunesmith.base.config.sections import LoraSection
 from tunesmith.base.core.errors import MissingDependencyError, ModelError
+from tunesmith.engine.kernels.native import shared
 from tunesmith.engine.models.adapter import Adapter, is_idle, merged, row_lengths
-from tunesmith.engine.models.architecture import adapter_of, base_layer, is_adapted, weight_of
+from tunesmith.engine.models.architecture import (
+    UnsupportedArchitecture,
+    adapter_of,
+    base_layer,
+    is_adapted,
+    weight_of,
+)
+from tunesmith.engine.models.decoder import Decoder
+from tunesmith.engine.models.int8_base import round_base, unround
 
 ADAPTER = "default"
 """PEFT's name for the one adapter of a model."""
@@ -29,11 +38,12 @@ _SCORE = "score"
 
 @dataclass(frozen=True, slots=True)
 class AdapterBase:
-    """The base of adapters: name and seed as in a recipe, and the number of layers kept."""
+    """The base of adapters: name and seed as in a recipe, the number of layers kept, and True if it is in 8 bits."""
 
     name: str
     seed: int = 0
     num_layers: int | None = None
+    is_int8: bool = False
 
 
 def add_adapters(model: PreTrainedModel, section: LoraSection, base: AdapterBase) -> None:
@@ -107,6 +117,26 @@ def inject(model: PreTrainedModel, config: Any, base: AdapterBase) -> None:
     model.adapter_base = base  # type: ignore[assignment]
 
 
+def hold_base_in_int8(model: PreTrainedModel, name: str) -> None:
+    """Round the frozen base of the adapters of `model` to 8 bits, in place (`engine/models/int8_base.py`).
+
+    Raises:
+        ModelError: there are no adapters, or the model is on a GPU or of a family that transformers alone computes.
+    """
+    if not has_adapters(model):
+        raise ModelError(
+            f"model.base is int8, but {name!r} has no adapters, so its weights are trained or drawn from as they are; "
+            "set model.lora.rank, or leave model.base out"
+        )
+    try:
+        trunk: Any = model if model.can_generate() else model.base_model
+        architecture = Decoder(trunk, shared("auto")).architecture
+    except UnsupportedArchitecture as error:
+        raise ModelError(f"model.base int8 is not for {name!r}: {error}; leave model.base out") from error
+    round_base(model, architecture)
+    model.adapter_base = replace(base_of(model), is_int8=True)  # type: ignore[assignment]
+
+
 def has_adapters(module: nn.Module) -> bool:
     """True if PEFT put adapters anywhere into `module`."""
     return any(is_adapted(part) for part in module.modules())
@@ -115,7 +145,7 @@ def has_adapters(module: nn.Module) -> bool:
 def base_of(model: PreTrainedModel) -> AdapterBase:
     """The base of `model`, which has adapters, with its current number of layers."""
     base: AdapterBase = model.adapter_base  # type: ignore[assignment]
-    return AdapterBase(base.name, base.seed, model.config.get_text_config().num_hidden_layers)
+    return replace(base, num_layers=model.config.get_text_config().num_hidden_layers)
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -156,7 +186,10 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def merge(model: PreTrainedModel) -> None:
-    """Merge the adapters into the weights, in place, which gives a plain model."""
+    """Merge the adapters into the weights, in place, which gives a plain model; of weights in 8 bits, into what these
+    stand for.
+    """
+    unround(model)
     for adapter, weight_OI in _adapters(model):
         weight_OI.data.copy_(merged(adapter, weight_OI))
     take_off(model)

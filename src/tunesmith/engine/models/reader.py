@@ -31,6 +31,7 @@ from tunesmith.engine.models.architecture import (
     is_adapted,
     output_size,
 )
+from tunesmith.engine.models.int8_base import Int8Linear, int8_tensors
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -58,7 +59,8 @@ def describe(model: PreTrainedModel) -> Architecture:
     except (AttributeError, ValueError) as error:  # a part with a known name and another make
         raise UnsupportedArchitecture(str(error)) from error
     _require_all_read(trunk, architecture)
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    rounded = int8_tensors(model)
+    dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in rounded}
     if len(dtypes) != 1 and not torch.is_autocast_enabled("cpu"):  # which makes one of them
         raise UnsupportedArchitecture(f"its weights have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
     return architecture
@@ -260,9 +262,9 @@ def _norm(module: Any) -> Norm:
 def _linear(*modules: nn.Module, sizes: tuple[int, ...] | None = None) -> Projection:
     bases = tuple(base_layer(module) for module in modules)
     for base in bases:
-        if type(base) not in (nn.Linear, Conv1D):  # a quantised weight, or an adapter of another kind
+        if type(base) not in (nn.Linear, Conv1D, Int8Linear):  # a quantised weight, or an adapter of another kind
             raise UnsupportedArchitecture(f"a linear layer is a {type(base).__name__}")
-        if "weight" not in base._parameters:  # as `torch.nn.utils.weight_norm` leaves it
+        if not isinstance(base, Int8Linear) and "weight" not in base._parameters:  # `torch.nn.utils.weight_norm`
             raise UnsupportedArchitecture("the weight of a linear layer is computed by a hook")
     adapters = tuple(adapter_of(module) for module in modules)
     return Projection(bases, sizes or tuple(output_size(base) for base in bases), adapters)

@@ -22,6 +22,7 @@ from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.engine.kernels.linear.exact import rows_are_independent
 from tunesmith.engine.kernels.sample.torch_impl import Sampled
 from tunesmith.engine.models.fingerprint import Fingerprint, fingerprint, fingerprint_of
+from tunesmith.engine.models.int8_base import is_int8
 from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.rollout import weight_check
@@ -354,7 +355,8 @@ class NativeEngine:
 
     def _rows_are_independent(self) -> bool:
         """True if a product of few rows has the bits of one of many, for the shape of every weight."""
-        weights = [weight for linear in projections(self._decoder.architecture) for weight in linear.weights]
+        by_float = [one for one in projections(self._decoder.architecture) if not is_int8(one)]
+        weights = [weight for one in by_float for weight in one.weights]
         return all(map(rows_are_independent, {weight.shape: weight for weight in weights}.values()))
 
     def _fitting_cache(self, request: Request) -> _Cache:

@@ -27,11 +27,20 @@ from tunesmith.engine.kernels.linear_int8.api import linear as int8_linear
 from tunesmith.engine.kernels.linear_int8.api import pack as pack_int8
 from tunesmith.engine.kernels.native import Kernels
 from tunesmith.engine.models import decoder as flat
-from tunesmith.engine.models.adapter import Adapter, add_low_rank, dora_scale, stretch
-from tunesmith.engine.models.architecture import Architecture, Block, Projection, Stack, output_size, weight_of
+from tunesmith.engine.models.adapter import add_low_rank, dora_scale, is_dora, stretch
+from tunesmith.engine.models.architecture import (
+    Architecture,
+    Block,
+    Projection,
+    Stack,
+    joined_bias,
+    output_size,
+    weight_of,
+)
 from tunesmith.engine.models.decoder import Decoder, OnLayer, Ops
 from tunesmith.engine.models.embedding import embedded
 from tunesmith.engine.models.fingerprint import Fingerprint, TensorId
+from tunesmith.engine.models.int8_base import is_int8, packed_of
 from tunesmith.engine.rollout.kv_cache import CacheShape
 from tunesmith.engine.rollout.recorded_step import MOST_ROWS, RecordedStep
 from tunesmith.engine.rollout.scheduler import Plan, Rows
@@ -89,10 +98,13 @@ class Packer:
 
     @torch.no_grad()
     def pack(self, projection: Projection) -> PackedLinear:
-        """A copy of the projection's current weights."""
+        """A copy of the projection's current weights; or these themselves, if they are in 8 bits in the model."""
+        bias_O = joined_bias(projection)
+        if is_int8(projection):  # no copy: these weights are frozen
+            return PackedLinear(packed_of(projection), bias_O, projection.sizes)
         parts = projection.weights
         weight_OI = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-        return self._packed(weight_OI, _joined_bias(projection, parts), projection.sizes)
+        return self._packed(weight_OI, bias_O, projection.sizes)
 
     @torch.no_grad()
     def pack_experts(self, stack: Stack) -> list[PackedLinear]:
@@ -110,19 +122,6 @@ class Packer:
         if _can_be_packed(weight_OI.dtype) and not is_by_tiles(weight_OI, weight_OI):
             return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS), bias_O, sizes)
         return PackedLinear(weight_OI.clone(), bias_O, sizes)
-
-
-def _joined_bias(projection: Projection, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    biases = [
-        None if _is_dora(adapter) else module.bias
-        for module, adapter in zip(projection.modules, projection.adapters, strict=True)
-    ]
-    if all(bias is None for bias in biases):
-        return None
-    filled = [
-        weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(parts, biases, strict=True)
-    ]
-    return torch.cat(filled)  # type: ignore[arg-type]
 
 
 def _can_be_packed(dtype: torch.dtype) -> bool:
@@ -186,22 +185,17 @@ class AdaptedLinear:
     def _dora_scales(self, widths: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """DoRA's scales (1 for other modules) and the biases added after scaling (0 for other modules)."""
         parts = list(zip(self._projection.modules, self._projection.adapters, widths, strict=True))
-        if not any(_is_dora(adapter) for _, adapter, _ in parts):
+        if not any(is_dora(adapter) for _, adapter, _ in parts):
             return None, None
         scales, biases = [], []
         for module, adapter, width in parts:
             weight_OI = weight_of(module)
-            dora = adapter if _is_dora(adapter) else None
+            dora = adapter if is_dora(adapter) else None
             scales.append(torch.ones(width) if dora is None else dora_scale(dora, weight_OI))
             bias_O = None if dora is None else module.bias
             biases.append(weight_OI.new_zeros(width) if bias_O is None else bias_O)
         has_bias = any(module.bias is not None for module in self._projection.modules)
         return torch.cat(scales), torch.cat(biases) if has_bias else None  # type: ignore[arg-type]
-
-
-def _is_dora(adapter: Adapter | None) -> bool:
-    """True for DoRA, which scales the product with the weight and adds the bias afterwards."""
-    return adapter is not None and adapter.magnitude_O is not None
 
 
 def cache_shape(architecture: Architecture) -> CacheShape:

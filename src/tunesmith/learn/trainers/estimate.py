@@ -8,6 +8,7 @@ import torch
 from tunesmith.base.config.recipe import Recipe, SamplingRecipe
 from tunesmith.base.config.schema import SPECS
 from tunesmith.base.config.spec import Passes
+from tunesmith.engine.models.int8_base import has_int8_base
 from tunesmith.engine.models.loaded import PreTrainedModel, layers_of
 from tunesmith.engine.models.lora import has_adapters
 from tunesmith.engine.models.optimizer import moment_bytes
@@ -63,13 +64,14 @@ def training_estimate(
     reference.
     """
     num_all, num_trained = model.num_parameters(), _num_trained(model)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     memory = {
-        "weights": num_all * model.dtype.itemsize,
+        "weights": weight_bytes,
         "optimizer": _optimizer_bytes(model, num_trained, cfg),
         "activations": _activation_bytes(model, int(micro_tokens), cfg.model.gradient_checkpointing),
     }
     if holds_reference is not None:
-        memory["reference"] = num_all * model.dtype.itemsize * holds_reference
+        memory["reference"] = weight_bytes * holds_reference
     if logit_tokens is not None:
         memory["logits"] = 4 * int(logit_tokens) * model.config.get_text_config().vocab_size
     return Estimate(num_all, num_trained, _in_gb(memory), model.dtype, work)
@@ -106,7 +108,10 @@ def policy_estimate(
     work = _policy_work(cfg, passes, (prompt_tokens, num_new, num_drawn), num_slots, num_heldout, others, frozen)
     beside = Work(trained=passes.num_demonstrations * demonstration_tokens * passes.num_updates)
     work = replace(work, step=work.step + beside)
-    weight_bytes = num_all * model.dtype.itemsize
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    packed_bytes = weight_bytes
+    if has_int8_base(model):  # the engine draws with the same memory, and packs the output layer alone
+        packed_bytes = model.get_output_embeddings().weight.nbytes
     num_bases = not has_adapters(model)  # models with adapters share one base
     logit_rows = micro_batch_size * num_new
     memory = {
@@ -117,7 +122,7 @@ def policy_estimate(
         "activations": _activation_bytes(model, micro_batch_size * width, cfg.model.gradient_checkpointing),
         "logits": 2 * 4 * logit_rows * model.config.get_text_config().vocab_size,
         "cache": _cache_bytes(model, num_slots * width),
-        "packed weights": weight_bytes * (cfg.rollout.backend == "native"),
+        "packed weights": packed_bytes * (cfg.rollout.backend == "native"),
     }
     if frozen:
         hidden = model.config.get_text_config().hidden_size

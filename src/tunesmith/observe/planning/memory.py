@@ -57,8 +57,10 @@ def memory_gb(shape: Shape, work: Workload, layout: Layout) -> dict[str, dict[st
         stages["scoring"] = {**held, **_pass_bytes(shape, work, layout, is_trained=False)}
     if work.draws:
         rows = min(work.slots, -(-work.num_rows // layout.num_engines))
+        # The engine draws with the trainer's own base in 8 bits, and packs the output layer alone.
+        packed = shape.num_parameters if work.base_itemsize is None else shape.vocab_size * shape.hidden_size
         engine = {
-            "engine's weights": shape.num_parameters * work.itemsize / layout.engine_tensor,
+            "engine's weights": packed * work.itemsize / layout.engine_tensor,
             "KV cache": shape.cache_values(rows * (work.prompt_tokens + work.new_tokens))
             * work.itemsize
             / min(layout.engine_tensor, shape.num_kv_heads),
@@ -77,9 +79,13 @@ def _held_bytes(shape: Shape, work: Workload, layout: Layout) -> dict[str, float
     shards = layout.data if layout.shards_weights else 1
     num_trained = own * work.trained_share * (2 if work.critic == "separate" else 1)
     num_weights = own * (2 if work.critic == "separate" and work.trained_share == 1 else 1)
+    itemsize: float = work.itemsize
+    if work.base_itemsize is not None:  # all but the embedding
+        embedded = min(1.0, shape.vocab_size * shape.hidden_size / shape.num_parameters)
+        itemsize = embedded * work.itemsize + (1 - embedded) * work.base_itemsize
     has_copies = work.has_reference * (work.trained_share == 1)  # adapters share their base with the reference
     return {
-        "weights": (num_weights / shards + gathered) * work.itemsize,
+        "weights": (num_weights / shards + gathered) * itemsize,
         "masters": num_trained / layout.data * (4 if work.itemsize == 2 else 0),
         "moments": num_trained / layout.data * work.moment_bytes,
         "gradients": num_trained / shards * 4,

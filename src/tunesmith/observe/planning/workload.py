@@ -6,6 +6,9 @@ from tunesmith.base.config.recipe import Recipe, SamplingRecipe
 from tunesmith.base.config.schema import SPECS
 from tunesmith.base.core.errors import InputError
 
+INT8_BYTES = 1 + 4 / 64
+"""Bytes of a weight in 8 bits, with its part of a scale in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -16,7 +19,8 @@ class Workload:
     `slots` is the number of completions that an engine draws at a time, `lease` the number that it takes from the queue
     at a time; 0 is an equal share for each engine. `learnt_share` are the rows that an epoch learns, `scored_share`
     those that a pass without gradients computes, each as a share of all rows. `trained_share` is the share of the
-    weights that is trained, `itemsize` the bytes of a weight, `moment_bytes` those of the moments of one.
+    weights that is trained, `itemsize` the bytes of a weight, `base_itemsize` those of one under adapters where they
+    are others, `moment_bytes` those of the moments of one.
     """
 
     draws: bool
@@ -40,6 +44,7 @@ class Workload:
     scored_share: float = 1.0
     trained_share: float = 1.0
     itemsize: int = 2
+    base_itemsize: float | None = None
     moment_bytes: float = 8.0
 
     @property
@@ -93,6 +98,7 @@ def workload_of(recipe: Recipe, prompt_tokens: float, mean_new_tokens: float | N
         "checkpointed": recipe.model.gradient_checkpointing,
         "trained_share": 0.01 if recipe.model.lora.rank else 1.0,
         "itemsize": 4 if recipe.model.dtype == "float32" else 2,
+        "base_itemsize": INT8_BYTES if recipe.model.base == "int8" else None,
         "moment_bytes": 8.0 if recipe.optimizer.state == "float32" else 2.03,
     }
     if not isinstance(recipe, SamplingRecipe):

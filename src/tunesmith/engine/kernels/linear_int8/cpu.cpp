@@ -237,6 +237,32 @@ void pack(const Number* weight, uint8_t* panels, float* scales, int64_t num_outp
                    scales + p * kOutputs * num_blocks(num_inputs), num_outputs - p * kOutputs, num_inputs);
 }
 
+// Rows of the weight that a panel stands for.
+template <class Number>
+void unpack_panel(const uint8_t* panel, const float* scales, Number* weight, int64_t num_outputs, int64_t num_inputs) {
+    std::vector<float> row(num_inputs);
+    for (int64_t j = 0; j < std::min(kOutputs, num_outputs); ++j) {
+        for (int64_t i = 0; i < num_inputs; ++i) {
+            const int64_t step = i / kPerStep * kPerStep;
+            const int number = panel[step * kOutputs + j * kPerStep + i - step] - kOffset;
+            row[i] = (float)number * scales[i / kBlock * kOutputs + j];
+        }
+        each_vector(num_inputs, [&](int64_t i, int n) TUNESMITH_INLINE {
+            store(weight + j * num_inputs + i, load(row.data() + i, n), n);
+        });
+    }
+}
+
+template <class Number>
+void unpack(const uint8_t* panels, const float* scales, Number* weight, int64_t num_outputs, int64_t num_inputs,
+            int64_t num_threads) {
+    const int64_t num_panels = (num_outputs + kOutputs - 1) / kOutputs;
+#pragma omp parallel for schedule(static) num_threads((int)num_threads)
+    for (int64_t p = 0; p < num_panels; ++p)
+        unpack_panel(panels + p * kOutputs * filled(num_inputs), scales + p * kOutputs * num_blocks(num_inputs),
+                     weight + p * kOutputs * num_inputs, num_outputs - p * kOutputs, num_inputs);
+}
+
 #endif
 
 }  // namespace
@@ -254,6 +280,15 @@ extern "C" void linear_int8_pack(const void* weight, void* panels, void* scales,
                                  int64_t num_inputs, int64_t num_threads, int64_t is_bfloat16) {
     with_number(is_bfloat16, [&](auto number) {
         pack((const decltype(number)*)weight, (uint8_t*)panels, (float*)scales, num_outputs, num_inputs, num_threads);
+    });
+}
+
+// The weight that `panels` and `scales` stand for.
+extern "C" void linear_int8_unpack(const void* panels, const void* scales, void* weight, int64_t num_outputs,
+                                   int64_t num_inputs, int64_t num_threads, int64_t is_bfloat16) {
+    with_number(is_bfloat16, [&](auto number) {
+        unpack((const uint8_t*)panels, (const float*)scales, (decltype(number)*)weight, num_outputs, num_inputs,
+               num_threads);
     });
 }
 

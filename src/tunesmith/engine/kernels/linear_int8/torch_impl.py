@@ -35,13 +35,13 @@ def dequantized(weight_OI: torch.Tensor) -> torch.Tensor:
 def linear(
     x_RI: torch.Tensor, whole_OBK: torch.Tensor, scale_OB1: torch.Tensor, bias_O: torch.Tensor | None
 ) -> torch.Tensor:
-    """x weight^T + bias `[R, O]` in x's dtype, of the weight that `quantized` made.
+    """x weight^T + bias `[R, O]` in x's dtype, of the weight that `quantized` made; `whole_OBK` may be int8.
 
     Sums of whole numbers within a block are exact in float32, whatever their order: they stay below 2^24.
     """
     whole_RBK, scale_RB1 = quantized(x_RI)
     y_RO = x_RI.new_zeros(len(x_RI), len(whole_OBK), dtype=torch.float32)
     for block in range(whole_OBK.shape[1]):
-        sum_RO = whole_RBK[:, block] @ whole_OBK[:, block].t()
+        sum_RO = whole_RBK[:, block] @ whole_OBK[:, block].float().t()
         y_RO += sum_RO * (scale_OB1[:, block].t() * scale_RB1[:, block])
     return (y_RO if bias_O is None else y_RO + bias_O.float()).to(x_RI.dtype)
