@@ -13,7 +13,6 @@ import math
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -58,7 +57,7 @@ class Training(Contender):
         algorithm, values["progress"] = values.pop("algorithm"), False
         with tempfile.TemporaryDirectory() as place:
             done = getattr(train, algorithm)(**values, **{"run.dir": place})
-            rows = list(read_jsonl(done.run_dir / "metrics.jsonl"))
+            rows: list[dict[str, Any]] = list(read_jsonl(done.run_dir / "metrics.jsonl"))
         return {
             "logp_diff_max": max(row["rollout/logp_diff_max"] for row in rows),
             "step_s": median(row["time/step_s"] for row in rows),

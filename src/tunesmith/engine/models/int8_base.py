@@ -9,6 +9,7 @@ Shape legend: T tokens, I inputs, O outputs.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ class Int8Linear(nn.Module):
         """A map of the dtype of the model with the weight that the 8 bits stand for, of the kind that it was."""
         weight_OI, has_bias = self.weight.clone(), self.bias is not None
         if self.was_transposed:
-            made: nn.Module = Conv1D(self.out_features, self.in_features)
+            made: Any = Conv1D(self.out_features, self.in_features)
             weight_OI = weight_OI.t().contiguous()
         else:
             made = nn.Linear(self.in_features, self.out_features, bias=has_bias, device="meta")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -111,7 +112,8 @@ def policy_estimate(
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     packed_bytes = weight_bytes
     if has_int8_base(model):  # the engine draws with the same memory, and packs the output layer alone
-        packed_bytes = model.get_output_embeddings().weight.nbytes
+        output: Any = model.get_output_embeddings()
+        packed_bytes = output.weight.nbytes
     num_bases = not has_adapters(model)  # models with adapters share one base
     logit_rows = micro_batch_size * num_new
     memory = {
