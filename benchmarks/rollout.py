@@ -37,8 +37,8 @@ from benchmarks.workloads import NAMES, Drawn, Workload, workload
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import InputError
 from tunesmith.engine.batch.rollout import SamplingParams
+from tunesmith.engine.models.about import About
 from tunesmith.engine.models.export import ModelCard, save_final
-from tunesmith.engine.models.gguf_out.about import About
 from tunesmith.engine.models.gguf_out.file import write_gguf
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel, context_length

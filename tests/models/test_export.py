@@ -136,6 +136,6 @@ def test_the_card_has_front_matter_for_the_hub_and_the_recipe(tmp_path):
 
 def test_a_local_path_is_no_base_model_for_the_hub(tmp_path):
     card = ModelCard(base_model=str(tmp_path), algorithm="reward")
-    text = render_card(card, tiny_classifier("llama").model)
+    text = render_card(card, is_classifier=True, is_adapter=False)
     assert "base_model:" not in text
     assert "pipeline_tag: text-classification" in text

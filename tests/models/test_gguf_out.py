@@ -19,7 +19,7 @@ from tunesmith.engine.models.tiny import byte_tokenizer, tiny_model
 
 gguf = pytest.importorskip("gguf")
 
-from tunesmith.engine.models.gguf_out.about import About, about_run  # noqa: E402
+from tunesmith.engine.models.about import About, about_run  # noqa: E402
 from tunesmith.engine.models.gguf_out.families import FAMILIES  # noqa: E402
 from tunesmith.engine.models.gguf_out.file import TYPES, write_gguf, write_lora_gguf  # noqa: E402
 from tunesmith.engine.models.gguf_out.modelfile import go_template, modelfile  # noqa: E402

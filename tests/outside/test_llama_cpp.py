@@ -29,7 +29,7 @@ from tunesmith.engine.models.tiny import tiny_model
 
 gguf = pytest.importorskip("gguf")
 
-from tunesmith.engine.models.gguf_out.about import About  # noqa: E402
+from tunesmith.engine.models.about import About  # noqa: E402
 from tunesmith.engine.models.gguf_out.families import FAMILIES  # noqa: E402
 from tunesmith.engine.models.gguf_out.file import write_gguf, write_lora_gguf  # noqa: E402
 from tunesmith.engine.models.gguf_out.vocabulary import _PRE_TOKENIZERS  # noqa: E402

@@ -71,7 +71,7 @@ TOO_LONG = "the conversation is longer than a model's context; leave out its old
 HOSTILE = ("<img src=x onerror=\"document.title='owned'\">", "</script><script>document.title='owned'</script>")
 
 
-def command(*, stays: bool) -> list[str]:
+def command(**_: object) -> list[str]:
     return [sys.executable, "-S", "-c", WORKER, json.dumps([HOSTILE, TOO_LONG])]
 
 

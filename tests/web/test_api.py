@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import queue
 import signal
 import time
 from contextlib import closing
@@ -17,6 +18,7 @@ from starlette.testclient import TestClient
 
 from arena_parts import make_loop
 from server_parts import Client, Server
+from tunesmith.apps.workflows.model_worker import Worker
 from tunesmith.collect.store.inferences import conversation_of
 from tunesmith.collect.store.records import KeySettings
 from tunesmith.collect.store.runs import RunReader, RunStore
@@ -449,6 +451,44 @@ def test_two_versions_answer_a_comparison_unnamed_and_the_vote_knows_them(tmp_pa
         (vote,) = store.reader.votes_after(0)
     assert (vote.chosen.source_id, vote.rejected.source_id) == ("v1", "v2") and vote.verdict.endswith("_much")
     assert vote.chosen.token_ids == (1, 2)
+
+
+@pytest.mark.parametrize("serves_loop", [False, True])
+def test_answers_are_drawn_in_8_bits_when_asked(serves_loop, tmp_path):
+    model = {"name": "tiny:llama", "dtype": "float32"}
+    folder, name = tmp_path / "app", "tiny:llama"
+    if serves_loop:
+        name = str(make_loop(folder, num_versions=1))
+        sections = "model: {name: 'tiny:llama', dtype: float32}\nrollout: {top_p: 1.0}\n"
+        (folder / "recipe.yaml").write_text(f"algorithm: live\n{sections}")
+    else:
+        model = {"name": name}
+    server = Server(folder, ("--openai", name, "--weights", "int8")).start()
+    try:
+        key = Client(server.url, server.facts["key"])
+        asked = {
+            "model": Path(name).name if not serves_loop else "live",
+            "prompt": "A word",
+            "max_tokens": 8,
+            "seed": 3,
+        }
+        answered = key.send("POST", "/v1/completions", {**asked, "logprobs": 0}).json
+        assert "choices" in answered, answered
+        told = answered["choices"][0]
+    finally:
+        server.kill()
+    found = {}
+    for weights in ("model", "int8"):
+        replies = []
+        worker = Worker(replies.extend, weights)
+        waiting = queue.SimpleQueue()
+        sampling = {"max_new_tokens": 8, "temperature": 1.0, "seed": 3}
+        waiting.put({"id": 0, "model": model, "text": "A word", "sampling": sampling})
+        worker.work(waiting, idle_s=0.01)
+        (answer,) = [one["answer"] for one in replies if "answer" in one]
+        found[weights] = answer["logps"]
+    assert told["logprobs"]["token_logprobs"] == pytest.approx(found["int8"], abs=1e-5)
+    assert found["int8"] != pytest.approx(found["model"], abs=1e-3)
 
 
 def test_more_than_can_wait_is_told_to_come_again(tmp_path):

@@ -24,7 +24,7 @@ schemathesis = pytest.importorskip("schemathesis")
 def parts(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, app_in(tmp_path_factory.mktemp("app")) as made:
         # Tests of the arena in the same process have put another one in its place.
-        patch.setattr(drawing, "command", lambda *, stays: [sys.executable, "-m", model_worker.__name__])
+        patch.setattr(drawing, "command", lambda **_: [sys.executable, "-m", model_worker.__name__])
         campaign = made.app.state.services.campaign()
         made.store.add_items(campaign.id, [NewItem(f"p{i}", (Candidate("a"), Candidate("b"))) for i in range(50)])
         yield made

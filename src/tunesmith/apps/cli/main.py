@@ -43,6 +43,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "watch": ("serve:watch", "Watch a run of any trainer in the browser, live."),
     "diagnose": ("profile:diagnose", "Say why a run is slow, and what to change."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),
+    "push": ("push:push", "Upload the trained model of a run to the Hugging Face hub."),
     "profile": ("profile:profile", "Record a few steps: timeline, operators, flame graph; compare two."),
     "runs ls": ("runs:ls", "List runs, newest first."),
     "runs show": ("runs:show", "Show a run: recipe, metrics, findings, checkpoints, how to go on."),

@@ -13,9 +13,11 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from tunesmith.base.config.keys import did_you_mean
 from tunesmith.base.core.errors import InputError
+from tunesmith.base.schema.weights import Weights
 
 __all__ = [
     "DATABASE",
+    "WEIGHTS",
     "EnvironmentFlags",
     "Positional",
     "SamplingFlags",
@@ -58,6 +60,10 @@ DATABASE = flag("Database of PostgreSQL with the votes, in place of the folder's
 """The flag of commands that read or write votes."""
 
 
+WEIGHTS = flag("int8: rounded to 8 bits while drawing, which is faster (native, CPU).")
+"""The flag of commands that draw."""
+
+
 def checked_database(given: str | None) -> str:
     """The URL of a database; empty for none. Raises InputError."""
     if given is None:
@@ -80,9 +86,7 @@ class SamplingFlags:
     repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", "X")] = 1.0
     stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", "TEXT")] = ()
     backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.")] = "native"
-    weights: Annotated[
-        Literal["model", "int8"], flag("int8: rounded to 8 bits while drawing, which is faster (native, CPU).")
-    ] = "model"
+    weights: Annotated[Weights, WEIGHTS] = "model"
 
     @property
     def engine(self) -> 'Literal["transformers"] | Native':

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from tunesmith.apps.cli.options import (
     DATABASE,
+    WEIGHTS,
     Positional,
     UseAppendAction,
     check_ranges,
@@ -19,6 +20,7 @@ from tunesmith.apps.cli.options import (
 )
 from tunesmith.apps.cli.output import Output, reporting
 from tunesmith.base.core.errors import InputError
+from tunesmith.base.schema.weights import Weights
 from tunesmith.collect.web.settings import LOOPBACK, ServerSettings
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class ServeOptions:
             "MODEL",
         ),
     ] = None
+    weights: Annotated[Weights, WEIGHTS] = "model"
     new_key: Annotated[
         str | None,
         flag(
@@ -113,15 +116,7 @@ class ServeOptions:
 def serve(words: Sequence[str]) -> None:
     """Run `tunesmith serve`."""
     options = parse(ServeOptions, words, "serve")
-    check_ranges(options, port=_PORTS, overlap=(1, inf), gold_share=(0, _MAX_GOLD_SHARE), max_votes=(0, inf))
-    if options.lease is not None and not 0 < options.lease < inf:
-        raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
-    if options.retention_days is not None and not 0 < options.retention_days < inf:
-        raise InputError(f"--retention-days is {options.retention_days:g}; give a number of days above 0")
-    if options.raw and options.no_raw:
-        raise InputError("--raw and --no-raw contradict each other; give one")
-    if options.scopes is not None and options.new_key is None:
-        raise InputError("--scopes is that of a new key; give --new-key NAME too")
+    _check(options)
     from tunesmith.collect.store.database import shown
     from tunesmith.collect.web import server
 
@@ -139,6 +134,7 @@ def serve(words: Sequence[str]) -> None:
         options.forwarded_allow_ips,
         has_arena=True,
         openai=options.openai or "",
+        weights=options.weights,
         origins=_origins(options),
         retention_days=options.retention_days,
         database=checked_database(options.database),
@@ -169,6 +165,21 @@ def serve(words: Sequence[str]) -> None:
                 opened, shown(settings.votes_place), output, has_api=bool(settings.openai)
             ),
         )
+
+
+def _check(options: ServeOptions) -> None:
+    """Raise InputError for flags that are out of range or do not go together."""
+    check_ranges(options, port=_PORTS, overlap=(1, inf), gold_share=(0, _MAX_GOLD_SHARE), max_votes=(0, inf))
+    if options.lease is not None and not 0 < options.lease < inf:
+        raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
+    if options.retention_days is not None and not 0 < options.retention_days < inf:
+        raise InputError(f"--retention-days is {options.retention_days:g}; give a number of days above 0")
+    if options.raw and options.no_raw:
+        raise InputError("--raw and --no-raw contradict each other; give one")
+    if options.scopes is not None and options.new_key is None:
+        raise InputError("--scopes is that of a new key; give --new-key NAME too")
+    if options.weights != "model" and options.openai is None:
+        raise InputError(f"--weights {options.weights} is for what the API answers; give --openai MODEL too")
 
 
 def _origins(options: ServeOptions) -> tuple[str, ...]:

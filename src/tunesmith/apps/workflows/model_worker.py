@@ -1,7 +1,8 @@
 """The process that draws for the server: for the arena, and for the OpenAI endpoint. The server need not load torch.
 
 `python -m tunesmith.apps.workflows.model_worker` reads requests from stdin and writes replies to stdout, one JSON
-object a line. Without `--stay` it ends when nothing is asked for ten minutes. A request:
+object a line. Without `--stay` it ends when nothing is asked for ten minutes; with `--int8` it draws with products in 8
+bits. A request:
 
 - `id`, and the `model`, a section of a recipe;
 - what is read: `messages` (with `tools`, schemas, if there are any), a `text`, or `token_ids`. `as_text` has a model
@@ -34,6 +35,7 @@ from tunesmith.base.core.errors import ContextFullError, InputError, ModelError,
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.system import keep_freed_memory, trim_memory
 from tunesmith.base.schema.records import Message, Prompt, Text
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.batch.rollout import Completion, SamplingParams
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase, context_length
@@ -41,6 +43,7 @@ from tunesmith.engine.models.tokenizer import decode_marked, encode_prompt, toke
 from tunesmith.engine.models.tool_messages import with_tools
 from tunesmith.engine.models.turns import Answer, ContentStream, call_ends, parse_answer
 from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.engine.rollout.native_engine import Native
 from tunesmith.engine.rollout.open_batch import Ask, OpenBatch, Piece, TokenScore, open_batch
 from tunesmith.observe.profiling.meter import available_gb
 
@@ -74,10 +77,11 @@ class Speaker:
 @dataclass(slots=True)
 class Worker:
     """Answers requests; `reply` is called with the replies of a step. The models used last are kept in `speakers`, the
-    requests that nobody waits for any more in `stopped`.
+    requests that nobody waits for any more in `stopped`. All models are drawn with `weights`.
     """
 
     reply: Callable[[Sequence[Json]], None]
+    weights: Weights = "model"
     speakers: OrderedDict[str, Speaker] = field(default_factory=OrderedDict[str, Speaker])
     stopped: set[int] = field(default_factory=set[int])
     _busy: dict[int, str] = field(default_factory=dict[int, str])  # the model of each open request
@@ -141,7 +145,7 @@ class Worker:
             section = ModelSection.model_validate(model)
             check_memory(section.name)
             loaded = load_policy(section)
-            batch = open_batch(open_engine(loaded.model, loaded.tokenizer))
+            batch = open_batch(open_engine(loaded.model, loaded.tokenizer, backend=Native(self.weights)))
             self.speakers[key] = Speaker(batch, loaded.tokenizer, context_length(loaded.model) or 1_000_000)
         self.speakers.move_to_end(key)
         return key, self.speakers[key]
@@ -353,7 +357,7 @@ def _shown(tokenizer: PreTrainedTokenizerBase, score: TokenScore) -> Json:
     return {"bytes": list(token_bytes(tokenizer, score.token_id)), "logp": score.logp, "top": top}
 
 
-def main(source: TextIO, target: TextIO, idle_s: float | None = IDLE_S) -> None:
+def main(source: TextIO, target: TextIO, idle_s: float | None = IDLE_S, weights: Weights = "model") -> None:
     """Answer the requests in `source` until it ends."""
     requests: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
 
@@ -371,7 +375,7 @@ def main(source: TextIO, target: TextIO, idle_s: float | None = IDLE_S) -> None:
         target.flush()
 
     keep_freed_memory()
-    worker = Worker(reply)
+    worker = Worker(reply, weights)
     threading.Thread(target=read, name="requests", daemon=True).start()
     worker.work(requests, idle_s)
 
@@ -380,4 +384,4 @@ if __name__ == "__main__":
     # Whatever a library prints must not be taken for a reply.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    main(sys.stdin, replies, None if "--stay" in sys.argv else IDLE_S)
+    main(sys.stdin, replies, None if "--stay" in sys.argv else IDLE_S, "int8" if "--int8" in sys.argv else "model")

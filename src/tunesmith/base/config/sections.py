@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 from tunesmith.base.core.http import problem_of_address
 from tunesmith.base.core.seeds import LARGEST_SEED
+from tunesmith.base.schema.weights import Weights
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -391,7 +392,7 @@ class RolloutSection(Section):
     """Above 1, tokens of the prompt and the completion become less likely; 1 is off."""
     num_slots: PositiveInt = 128
     """Completions sampled at a time by the native engine, or asked of a server."""
-    weights: Literal["model", "int8"] = "model"
+    weights: Weights = "model"
     """Weights that the native engine multiplies with: in the model's dtype, or rounded to 8 bits, which is faster and
     leaves its log-probs some hundredths of a nat from the trainer's, for which `importance` corrects."""
     kv_cache_mb: PositiveInt | None = None

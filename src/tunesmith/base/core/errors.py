@@ -78,6 +78,12 @@ class ServerError(TunesmithError):
     exit_code = 2
 
 
+class HubError(TunesmithError):
+    """The Hugging Face hub cannot be reached, or refuses what was asked. Exit code 2; nothing of a run was changed."""
+
+    exit_code = 2
+
+
 class StoppedError(TunesmithError):
     """A signal asked the run to stop; it saved a checkpoint first. The exit code is 128 plus the signal's number."""
 

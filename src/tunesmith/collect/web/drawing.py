@@ -14,6 +14,7 @@ from typing import Any
 from tunesmith.base.core.errors import RunError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.schema.records import Message
+from tunesmith.base.schema.weights import Weights
 from tunesmith.collect.store.database import Closeable
 
 MAX_WAITING = 64
@@ -61,9 +62,10 @@ class Drawing:
         _log.warning("an answer cannot be drawn: %s", reply["error"])
 
 
-def command(*, stays: bool) -> list[str]:
+def command(*, stays: bool, weights: Weights = "model") -> list[str]:
     """The command line of the process, which `stays` or ends when nothing is asked for a while."""
-    return [sys.executable, "-m", "tunesmith.apps.workflows.model_worker", *(["--stay"] if stays else [])]
+    flags = [*(["--stay"] if stays else []), *(["--int8"] if weights == "int8" else [])]
+    return [sys.executable, "-m", "tunesmith.apps.workflows.model_worker", *flags]
 
 
 @dataclass(slots=True)
@@ -78,12 +80,12 @@ class Drawer(Closeable):
     """Has answers drawn by one process, which is started when it is needed, and again after it has ended.
 
     Safe to call from any number of threads. What the process says on stderr is in the file `log`. With `stays` it keeps
-    its models also while nothing is asked.
+    its models also while nothing is asked; `weights` are those that it draws with.
     """
 
-    def __init__(self, log: Path, *, stays: bool = False) -> None:
+    def __init__(self, log: Path, *, stays: bool = False, weights: Weights = "model") -> None:
         self._log_file = log
-        self._stays = stays
+        self._command = command(stays=stays, weights=weights)
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._process: _Process | None = None
@@ -148,7 +150,7 @@ class Drawer(Closeable):
                 with self._log_file.open("w", encoding="utf-8") as log:
                     # A session of its own: Ctrl-C is for the server, which ends the process.
                     popen = subprocess.Popen(
-                        command(stays=self._stays),
+                        self._command,
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,

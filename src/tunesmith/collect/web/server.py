@@ -107,7 +107,8 @@ def serve(
         jobs = _jobs(settings)
         if jobs is not None:
             stack.enter_context(jobs)
-        drawer = stack.enter_context(Drawer(settings.folder / "model_worker.log", stays=bool(settings.openai)))
+        log = settings.folder / "model_worker.log"
+        drawer = stack.enter_context(Drawer(log, stays=bool(settings.openai), weights=settings.weights))
         arena = _arena(settings, drawer, runs, studio, votes.reader.is_deleted)
         endpoint = _endpoint(settings, drawer, runs)
         names = _machine_names() if _is_any(settings.host) else ()

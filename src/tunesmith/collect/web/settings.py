@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tunesmith.base.schema.weights import Weights
+
 LOOPBACK = ("127.0.0.1", "::1")
 """Proxies that are trusted unless others are named."""
 
@@ -41,7 +43,7 @@ class ServerSettings:
     `max_runs` of those that are started from the pages run at a
     time, with 0 none can be started; `allow` are the files and names that they may use beside what is built in.
     With `has_arena` people talk with the versions of the live loop, or with the runs. `openai` is what the API serves:
-    the live loop of `folder`, a run, or a model; empty for no API.
+    the live loop of `folder`, a run, or a model; empty for no API. Whatever is drawn is drawn with `weights`.
     `origins` are those of pages of other servers that may ask the API. Stored answers, feedback, usage and the audit
     log are removed after `retention_days`; None keeps them.
     """
@@ -58,6 +60,7 @@ class ServerSettings:
     allow: tuple[str, ...] = ()
     has_arena: bool = False
     openai: str = ""
+    weights: Weights = "model"
     origins: tuple[str, ...] = ()
     retention_days: float | None = None
     database: str = field(default="", repr=False)  # it may hold a password

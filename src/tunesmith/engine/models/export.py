@@ -1,7 +1,8 @@
 """The exported model folder of a run; `from_pretrained` loads it without Tunesmith."""
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,9 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 class ModelCard:
     """Contents of the README.md of a model folder. `base_model` is the model that was trained.
 
+    `root` is the hub id of the model that the header names as its base, by default that of `base_model`; `datasets` are
+    hub ids, `place` is what `from_pretrained` is given, and `sections` have a heading and Markdown each.
+
     Example: `ModelCard(base_model="smollm2", algorithm="PPO", metrics={"reward": 0.7}, recipe={"run": {"steps": 9}})`.
     """
 
@@ -35,6 +39,12 @@ class ModelCard:
     title: str = ""
     metrics: Mapping[str, object] = field(default_factory=dict[str, object])
     recipe: Mapping[str, object] = field(default_factory=dict[str, object])
+    root: str = ""
+    license: str = ""
+    datasets: Sequence[str] = ()
+    tags: Sequence[str] = ()
+    place: str = "path/to/this/folder"
+    sections: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def save_final(
@@ -61,7 +71,8 @@ def save_final(
         if value_head is not None:
             tensors = {name: tensor.contiguous() for name, tensor in value_head.state_dict().items()}
             save_file(tensors, content / VALUE_HEAD_FILE)
-        (content / "README.md").write_text(render_card(card, inner), encoding="utf-8")
+        text = render_card(card, is_classifier=not inner.can_generate(), is_adapter=has_adapters(inner))
+        (content / "README.md").write_text(text, encoding="utf-8")
 
     try:
         write_folder(folder, build, replaces=replaces)
@@ -101,17 +112,19 @@ def load_value_head(folder: Path) -> ScalarHead | None:
     return head
 
 
-def render_card(card: ModelCard, model: PreTrainedModel) -> str:
+def render_card(card: ModelCard, *, is_classifier: bool, is_adapter: bool) -> str:
     """The text of the model card: YAML front matter as the hub reads it, then what was done and how to load it."""
-    is_classifier = not model.can_generate()
-    is_adapter = has_adapters(model)
     front: dict[str, object] = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-classification" if is_classifier else "text-generation",
-        "tags": ["tunesmith", "rlhf", card.algorithm.lower().replace(" ", "-")],
+        "tags": ["tunesmith", "rlhf", card.algorithm.lower().replace(" ", "-"), *card.tags],
     }
-    if named := hub_id(card.base_model):
+    if named := card.root or hub_id(card.base_model):
         front["base_model"] = named
+    if card.license:
+        front["license"] = card.license
+    if card.datasets:
+        front["datasets"] = [*card.datasets]
     auto_class = "SequenceClassification" if is_classifier else "CausalLM"
     auto_class = f"AutoPeftModelFor{auto_class}" if is_adapter else f"AutoModelFor{auto_class}"
     imports = f"from transformers import {auto_class}, AutoTokenizer"
@@ -123,9 +136,10 @@ def render_card(card: ModelCard, model: PreTrainedModel) -> str:
         f"# {title}\n",
         f"Trained from `{card.base_model}` with Tunesmith ({card.algorithm}).\n",
         f"## Use\n\n```python\n{imports}\n\n"
-        f'model = {auto_class}.from_pretrained("path/to/this/folder")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```\n',
+        f'model = {auto_class}.from_pretrained("{card.place}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{card.place}")\n```\n',
     ]
+    parts += [f"## {heading}\n\n{text}\n" for heading, text in card.sections.items()]
     if card.metrics:
         rows = "\n".join(f"| `{name}` | {_figure(value)} |" for name, value in card.metrics.items())
         parts.append(f"## Figures\n\n| metric | value |\n|---|---|\n{rows}\n")
@@ -168,6 +182,15 @@ def hub_id(name: str) -> str | None:
     parts = name.split("/")
     is_hub_id = len(parts) == 2 and all(parts) and parts[0] not in (".", "..", "~") and not Path(name).exists()
     return name if is_hub_id else None
+
+
+def card_figures(folder: Path) -> dict[str, str]:
+    """The figures in the card of a model folder of ours, by metric; none if it has no such card."""
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return {}
+    return dict(re.findall(r"^\| `(.+)` \| (.+) \|$", text.partition("\n## Figures\n")[2], re.MULTILINE))
 
 
 def _figure(value: object) -> str:

@@ -18,6 +18,7 @@ from tunesmith.base.core.system import warn_of_spinning
 from tunesmith.base.core.trace import span
 from tunesmith.base.core.turns import Turns
 from tunesmith.base.schema.records import Prompt
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.engine.kernels.linear.exact import rows_are_independent
 from tunesmith.engine.kernels.sample.torch_impl import Sampled
@@ -37,7 +38,7 @@ from tunesmith.engine.rollout.engine import (
     run_request,
 )
 from tunesmith.engine.rollout.kv_cache import KVCache, allocate_storage, blocks_for, copy_blocks, num_blocks_for
-from tunesmith.engine.rollout.runner import Packer, Runner, Weights, cache_shape, projections, read_in_place
+from tunesmith.engine.rollout.runner import Packer, Runner, cache_shape, projections, read_in_place
 from tunesmith.engine.rollout.sampler import NoiseKey, RequestSampling, Sampler, noise_keys
 from tunesmith.engine.rollout.scheduler import Plan, Scheduler
 from tunesmith.engine.rollout.sequence import Decode

@@ -10,11 +10,12 @@ V vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tunesmith.base.core.log import get_logger
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.kernels.attention.api import attend
 from tunesmith.engine.kernels.attention.records import Places, SharedPrefixes
 from tunesmith.engine.kernels.linear.api import BlocksLikeTorch, PackedWeight
@@ -46,9 +47,6 @@ from tunesmith.engine.rollout.recorded_step import MOST_ROWS, RecordedStep
 from tunesmith.engine.rollout.scheduler import Plan, Rows
 
 _log = get_logger(__name__)
-
-Weights = Literal["model", "int8"]
-"""What the packed weights are: in the model's dtype, or in 8 bits, which is faster and not exact."""
 
 _MIN_ROWS = 4
 """Rows that steps are padded to where torch multiplies: oneDNN is slower for two rows than for four, and may sum one

@@ -22,11 +22,11 @@ from transformers import (
 
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.about import About
 from tunesmith.engine.models.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, is_reward_adapter, read_base
 from tunesmith.engine.models.architecture import Architecture
 from tunesmith.engine.models.conversation import closing_of
 from tunesmith.engine.models.folder_check import check_adapter_folder
-from tunesmith.engine.models.gguf_out.about import About
 from tunesmith.engine.models.gguf_out.families import Family, add_header, check_family, family_of, rope_factors
 from tunesmith.engine.models.gguf_out.vocabulary import Vocabulary, vocabulary_of
 from tunesmith.engine.models.gguf_out.writing import begin_data, writing

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.about import about_run
 from tunesmith.engine.models.adapter_folder import is_adapter_folder
 from tunesmith.engine.models.export import save_merged
-from tunesmith.engine.models.gguf_out.about import about_run
 from tunesmith.engine.models.gguf_out.file import stop_ids, write_gguf, write_lora_gguf
 from tunesmith.engine.models.gguf_out.modelfile import modelfile
 from tunesmith.engine.models.gguf_out.writing import write_beside

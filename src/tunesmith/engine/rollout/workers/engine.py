@@ -16,6 +16,7 @@ from tunesmith.base.core.log import Once, get_logger
 from tunesmith.base.core.trace import count, span
 from tunesmith.base.core.turns import Turns
 from tunesmith.base.schema.records import Prompt
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.engine.models.fingerprint import fingerprint_of, parts_of, same_parts
 from tunesmith.engine.models.language_model import LanguageModel
@@ -24,7 +25,6 @@ from tunesmith.engine.models.tokenizer import decode_after
 from tunesmith.engine.rollout import weight_check
 from tunesmith.engine.rollout.dialogue import in_rounds
 from tunesmith.engine.rollout.engine import Callbacks, Dialogue, Functions, GenerationInterrupted, Request, make_request
-from tunesmith.engine.rollout.runner import Weights
 from tunesmith.engine.rollout.sampler import NoiseKey, noise_keys
 from tunesmith.engine.rollout.workers import weights
 from tunesmith.engine.rollout.workers.actors import RayTransport

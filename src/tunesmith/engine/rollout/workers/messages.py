@@ -8,8 +8,8 @@ import torch
 
 from tunesmith.base.core.errors import TunesmithError
 from tunesmith.base.core.trace import Trace
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.batch.rollout import Completion, SamplingParams
-from tunesmith.engine.rollout.runner import Weights
 from tunesmith.engine.rollout.sampler import NoiseKey
 
 Handle = Any

@@ -1,0 +1,6 @@
+"""Names of the forms that weights are multiplied in, for recipes, flags, servers and engines."""
+
+from typing import Literal
+
+Weights = Literal["model", "int8"]
+"""`model`: in the model's dtype; `int8`: rounded to 8 bits while drawing, which is faster and not exact."""
