@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tunesmith.base.config.sections import TINY_FAMILIES, ModelSection
+from tunesmith.base.config.sections import TINY_FAMILIES, ModelSection, RewardSource
 from tunesmith.base.core.errors import ModelError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import SamplingParams
@@ -14,11 +14,14 @@ from tunesmith.engine.kernels.linear_int8 import torch_impl
 from tunesmith.engine.models import lora
 from tunesmith.engine.models.architecture import weight_of
 from tunesmith.engine.models.export import ModelCard, save_final, save_merged
+from tunesmith.engine.models.fingerprint import fingerprint
 from tunesmith.engine.models.int8_base import Int8Linear, has_int8_base, unround
+from tunesmith.engine.models.language_model import language_model, reference_of
 from tunesmith.engine.models.load import load_policy, load_reward_model, new_reward_model
 from tunesmith.engine.models.loaded import LoadedModel
 from tunesmith.engine.models.reader import describe
 from tunesmith.engine.rollout.factory import open_engine
+from tunesmith.learn.rewards.scorer import Scorer
 
 PROMPTS = [Prompt("a", "Hello there, all of you"), Prompt("b", "x")]
 IDS = torch.randint(3, 259, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -181,3 +184,35 @@ def test_older_folders_do_not_say():
     policy = loaded(base="model")
     assert not lora.base_of(policy.model).is_int8
     assert replace(lora.base_of(policy.model), is_int8=True).is_int8
+
+
+@DTYPES
+def test_a_reference_in_8_bits_is_near_the_model_and_leaves_it_alone(dtype: str):
+    policy = load_policy(ModelSection(name="tiny:qwen2", dtype=dtype))  # type: ignore[arg-type]
+    model = language_model(policy.model)
+    before = fingerprint(policy.model, kernels=model.kernels)
+    reference = reference_of(model, ModelSection(reference="int8"))
+    assert has_int8_base(reference.module) and not has_int8_base(policy.model)
+    assert fingerprint(policy.model, kernels=model.kernels) == before
+    assert model.decoder is not None and reference.decoder is not None
+    logps = []
+    for decoder in (model.decoder, reference.decoder):
+        with torch.no_grad():
+            logps.append(decoder.logits(decoder.hidden_states(IDS[0], [IDS.shape[1]])).float().log_softmax(-1))
+    kl = float((logps[0].exp() * (logps[0] - logps[1])).sum(-1).mean())
+    assert 0 < kl < 0.01
+    assert not any(parameter.requires_grad for parameter in reference.module.parameters())
+
+
+def test_a_reward_model_computes_in_8_bits_where_its_source_says_so(tmp_path):
+    model = new_reward_model(ModelSection(name="tiny:qwen2", dtype="float32"))
+    torch.nn.init.normal_(model.model.score.weight)
+    save_final(model, model.tokenizer, tmp_path / "final", ModelCard("tiny:qwen2", "reward"))
+    source = RewardSource(source=str(tmp_path / "final"))
+    scores = []
+    for one in (source, source.model_copy(update={"weights": "int8"})):
+        (reward,) = Scorer([one], policy_tokenizer=model.tokenizer).models.values()
+        assert has_int8_base(reward.model) == (one.weights == "int8")
+        with torch.no_grad():
+            scores.append(reward(IDS, torch.tensor([IDS.shape[1]])))
+    assert 0 < float((scores[0] - scores[1]).abs().max()) < 0.1 * float(scores[0].abs().max())

@@ -94,7 +94,7 @@ def test_one_head_and_functions_have_no_pessimism(tmp_path: Path) -> None:
     folder = save_final(one, one.tokenizer, tmp_path / "one", ModelCard("tiny:llama", "reward"))
     with pytest.raises(RewardError, match="pessimism is worst"):
         Scorer([RewardSource(source=str(folder), pessimism="worst")])
-    with pytest.raises(RewardError, match="`pessimism` belong to reward models"):
+    with pytest.raises(RewardError, match="`pessimism` and `weights` belong to reward models"):
         Scorer([RewardSource(source="length", pessimism=0.5)])
     for wrong in (-1.0, float("inf")):
         with pytest.raises(RewardError, match="give a number from 0 on, or worst"):

@@ -15,7 +15,7 @@ from tunesmith.learn.rewards.scorer import Scorer
         (RewardSource(source="json:dumps", arguments={"a": 1}), "takes no `arguments`: only built-ins do"),
         (
             RewardSource(source="length", label=1),
-            "is a function; `label`, `transform` and `pessimism` belong to reward models",
+            "is a function; `label`, `transform`, `pessimism` and `weights` belong to reward models",
         ),
         (RewardSource(source="json:dumps", transform="log_odds"), "is a function; `label`"),
         (

@@ -41,6 +41,15 @@ def test_the_weights_of_tokens_are_corrected(recipe: Any, num_epochs: int, tmp_p
         assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.parametrize("recipe", [ppo_recipe, grpo_recipe, online_dpo_recipe])
+def test_a_reference_in_8_bits_is_a_little_off_and_the_engine_stays_exact(recipe: Any, tmp_path: Path) -> None:
+    model = {"name": "tiny:llama", "dtype": "float32", "reference": "int8"}
+    rows = training(recipe(tmp_path, model=model), **inputs_of(recipe)).metrics
+    assert all(row["rollout/logp_diff_max"] == 0 for row in rows)
+    if recipe is not online_dpo_recipe:
+        assert 0 < abs(rows[0]["kl"]) < 0.02
+
+
 def test_it_learns_as_with_the_models_own_weights(tmp_path: Path) -> None:
     def rewards(folder: str, **rollout: Any) -> list[float]:
         cfg = grpo_recipe(

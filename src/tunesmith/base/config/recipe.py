@@ -81,10 +81,11 @@ class Recipe(Section):
                 "optimizer.state is int8, whose blocks would lie on several ranks with scale.shard: parameters; set "
                 "one of them back"
             )
-        if self.model.base == "int8" and (self.scale.pipeline > 1 or self.scale.shards_parameters):
+        rounded = [name for name in ("base", "reference") if getattr(self.model, name) == "int8"]
+        if rounded and (self.scale.pipeline > 1 or self.scale.shards_parameters):
             raise ValueError(
-                "model.base is int8, whose weights ranks cannot divide; leave out scale.pipeline and scale.shard: "
-                "parameters, or set model.base to model"
+                f"model.{rounded[0]} is int8, whose weights ranks cannot divide; leave out scale.pipeline and "
+                f"scale.shard: parameters, or set model.{rounded[0]} to model"
             )
         if self.scale.is_exact and self.model.dtype == "float16":
             raise ValueError(

@@ -69,6 +69,9 @@ NO_KL_YET = ONE_UPDATE.replace(NO_RATIO, "the KL to the old policy is 0")
 _NO_LORA = "model.lora.rank is 0, which trains the weights themselves; set the rank, or leave this out"
 
 
+NO_REFERENCE = Rule("model.reference", lambda _: True, "this training has no reference; leave this out")
+
+
 COMMON: tuple[Rule, ...] = (
     Rule("model.lora.*", is_("model.lora.rank", 0), _NO_LORA, "model.lora.rank"),
     Rule(
@@ -172,6 +175,7 @@ def kl_rules(section: str) -> tuple[Rule, ...]:
     """Rules of a section with a KL to the reference."""
     return (
         Rule(f"{section}.kl.*", is_(f"{section}.kl.coef", 0.0), _NO_KL, f"{section}.kl.coef"),
+        Rule("model.reference", is_(f"{section}.kl.coef", 0.0), _NO_KL),
         Rule(
             f"{section}.kl.horizon",
             is_(f"{section}.kl.target", None),

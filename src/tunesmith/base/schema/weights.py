@@ -3,4 +3,4 @@
 from typing import Literal
 
 Weights = Literal["model", "int8"]
-"""`model`: in the model's dtype; `int8`: rounded to 8 bits while drawing, which is faster and not exact."""
+"""`model`: in the model's dtype; `int8`: rounded to 8 bits, which is faster on a CPU, and other numbers."""

@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tunesmith.base.core.errors import ModelError
 from tunesmith.engine.kernels.linear_int8.api import PackedInt8, linear, pack, stored, unpacked
 from tunesmith.engine.kernels.native import shared
 from tunesmith.engine.models.architecture import (
@@ -117,12 +116,7 @@ def round_base(model: PreTrainedModel, architecture: Architecture) -> None:
     """Replace the linear maps of attention and of MLPs by frozen ones in 8 bits, in place, one after the other, so that
     no second copy of the weights is held. `architecture` is that of `model`, and proved. Embeddings, norms, the output
     layer, routers, and experts stay as they are.
-
-    Raises:
-        ModelError: the model is on a GPU, or has no such maps.
     """
-    if architecture.device.type == "cuda":
-        raise ModelError("model.base int8 is computed by kernels for CPUs; leave it out on a GPU")
     projections = [one for block in architecture.blocks for one in (block.qkv, block.out)]
     for block in architecture.blocks:
         if isinstance(block.mlp, Mlp):

@@ -11,6 +11,7 @@ from tunesmith.engine.kernels.native import Kernels
 from tunesmith.engine.models.architecture import UnsupportedArchitecture
 from tunesmith.engine.models.decoder import Decoder
 from tunesmith.engine.models.fingerprint import parts_of, same_parts
+from tunesmith.engine.models.lora import frozen_copy, round_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,18 @@ def model_of_recipe(module: PreTrainedModel, section: ModelSection, kernels: Ker
     except UnsupportedArchitecture as error:
         backend = FullForward(str(error))
     return LanguageModel(module, backend, kernels)
+
+
+def reference_of(policy: LanguageModel, section: ModelSection) -> LanguageModel:
+    """A frozen copy of `policy` as it is now, with the weights that `section.reference` names.
+
+    Raises:
+        ModelError: they are to be in 8 bits, and the model is on a GPU or of a family that transformers alone computes.
+    """
+    module = frozen_copy(policy.module)
+    if section.reference == "int8":
+        round_weights(module, "model.reference", section.name)
+    return model_of_recipe(module, section, policy.kernels)
 
 
 class TrunkDecoder:

@@ -28,7 +28,7 @@ from tunesmith.engine.models.architecture import (
     weight_of,
 )
 from tunesmith.engine.models.decoder import Decoder
-from tunesmith.engine.models.int8_base import round_base, unround
+from tunesmith.engine.models.int8_base import has_int8_base, round_base, unround
 
 ADAPTER = "default"
 """PEFT's name for the one adapter of a model."""
@@ -128,13 +128,26 @@ def hold_base_in_int8(model: PreTrainedModel, name: str) -> None:
             f"model.base is int8, but {name!r} has no adapters, so its weights are trained or drawn from as they are; "
             "set model.lora.rank, or leave model.base out"
         )
+    round_weights(model, "model.base", name)
+    model.adapter_base = replace(base_of(model), is_int8=True)  # type: ignore[assignment]
+
+
+def round_weights(model: PreTrainedModel, key: str, name: str) -> None:
+    """Round the linear maps of `model`, which are frozen, to 8 bits, in place; `key` of the recipe asked for it.
+
+    Raises:
+        ModelError: the model is on a GPU or of a family that transformers alone computes.
+    """
+    if has_int8_base(model):
+        return
+    if model.device.type == "cuda":
+        raise ModelError(f"{key} int8 is computed by kernels for CPUs; leave {key} out on a GPU")
     try:
         trunk: Any = model if model.can_generate() else model.base_model
         architecture = Decoder(trunk, shared("auto")).architecture
     except UnsupportedArchitecture as error:
-        raise ModelError(f"model.base int8 is not for {name!r}: {error}; leave model.base out") from error
+        raise ModelError(f"{key} int8 is not for {name!r}: {error}; leave {key} out") from error
     round_base(model, architecture)
-    model.adapter_base = replace(base_of(model), is_int8=True)  # type: ignore[assignment]
 
 
 def has_adapters(module: nn.Module) -> bool:

@@ -25,10 +25,9 @@ from tunesmith.collect.data.prompts import PromptLike
 from tunesmith.collect.statistics.rater_report import crowd_report, known_weights
 from tunesmith.collect.store.records import Command, Deleted
 from tunesmith.engine.batch.pack import chunks
-from tunesmith.engine.models.language_model import model_of_recipe
+from tunesmith.engine.models.language_model import model_of_recipe, reference_of
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, room_for_prompts
-from tunesmith.engine.models.lora import frozen_copy
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.rollout.factory import engine_for
 from tunesmith.learn.algorithms import kl
@@ -518,7 +517,7 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
         "the device": device.type,
     }
     policy = model_of_recipe(model, cfg.model)
-    reference = model_of_recipe(frozen_copy(model), cfg.model, policy.kernels)
+    reference = reference_of(policy, cfg.model)
     freeze_lower_layers(model, cfg.model.num_trainable_layers)
     optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS, kernels=policy.kernels)
     controller = kl.Controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0)

@@ -173,6 +173,7 @@ def judge_reward(section: RewardSource, policy: Policy) -> JudgeReward:
         "label": section.label is not None,
         "transform": section.transform != "raw",
         "pessimism": section.pessimism != 0,
+        "weights": section.weights != "model",
         "timeout_s": section.timeout_s is not None,
         "workers": bool(section.workers),
     }

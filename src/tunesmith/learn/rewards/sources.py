@@ -13,6 +13,7 @@ from tunesmith.base.core.errors import ModelError, RewardError
 from tunesmith.engine.models.heads import RewardModel
 from tunesmith.engine.models.load import as_reward_model, load_reward_model
 from tunesmith.engine.models.loaded import PreTrainedModel
+from tunesmith.engine.models.lora import round_weights
 from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.learn.rewards.builtin import BUILTINS, RewardFunction
 from tunesmith.learn.rewards.calling import CalledReward, FunctionReward, ObjectReward
@@ -85,10 +86,12 @@ def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> Mo
     is_model = not is_builtin and not is_function(source)
     if section.arguments and not is_builtin:
         raise RewardError(f"reward {source!r} takes no `arguments`: only built-ins do ({', '.join(BUILTINS)})")
-    if not is_model and (section.label is not None or section.transform != "raw" or section.pessimism != 0):
+    if not is_model and (
+        section.label is not None or section.transform != "raw" or section.pessimism != 0 or section.weights != "model"
+    ):
         raise RewardError(
-            f"reward {source!r} is a function; `label`, `transform` and `pessimism` belong to reward models, remove "
-            "them"
+            f"reward {source!r} is a function; `label`, `transform`, `pessimism` and `weights` belong to reward "
+            "models, remove them"
         )
     if not is_model:
         function, name = function_of(section)
@@ -104,6 +107,8 @@ def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> Mo
         model = load_reward_model(
             source, label=section.label, transform=section.transform, device=loading.device, dtype=loading.dtype
         )
+        if section.weights == "int8":
+            round_weights(model.model, "weights", source)
     except ModelError as error:
         raise RewardError(
             f"reward {source!r}: {error}. A reward is `./file.py:name`, `package.module:name`, a reward model, "

@@ -25,11 +25,10 @@ from tunesmith.engine.batch.pack import chunks
 from tunesmith.engine.distributed.ranks import gathered, share_of
 from tunesmith.engine.kernels.masking import total
 from tunesmith.engine.models.division import divide
-from tunesmith.engine.models.language_model import LanguageModel, model_of_recipe
+from tunesmith.engine.models.language_model import LanguageModel, model_of_recipe, reference_of
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.engine.models.logprob import token_logps
-from tunesmith.engine.models.lora import frozen_copy
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.models.tokenizer import decode, decode_after
 from tunesmith.learn.algorithms import direct_loss
@@ -232,7 +231,7 @@ class DPOTask:
         """The learner before its first step."""
         model, section = self.loaded.model, self.cfg.dpo
         policy = model_of_recipe(model, self.cfg.model)
-        reference = model_of_recipe(frozen_copy(model), self.cfg.model, policy.kernels) if self.is_live else None
+        reference = reference_of(policy, self.cfg.model) if self.is_live else None
         divide(policy, reference)
         optimizer = setup.optimizer_of(self.cfg, model, policy.kernels, self.num_steps)
         return DPO(section, policy, reference, optimizer, self.loaded.tokenizer, self.data.answers)

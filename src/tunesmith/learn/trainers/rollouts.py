@@ -29,10 +29,9 @@ from tunesmith.engine.batch.pack import PolicyBatch
 from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.engine.batch.targets import LearntSequence
 from tunesmith.engine.kernels.native import Kernels
-from tunesmith.engine.models.language_model import LanguageModel, model_of_recipe
+from tunesmith.engine.models.language_model import LanguageModel, model_of_recipe, reference_of
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, room_for_prompts
-from tunesmith.engine.models.lora import frozen_copy
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.rollout.engine import Engine, OnGroup
 from tunesmith.engine.rollout.factory import engine_for
@@ -235,7 +234,7 @@ class PolicyTask:
         """(The policy; its frozen copy, None if the KL coefficient is 0; the controller of that coefficient)."""
         model, own = self.loaded.model, self.cfg.model
         policy = model_of_recipe(model, own)
-        reference = model_of_recipe(frozen_copy(model), own, policy.kernels) if section.coef > 0 else None
+        reference = reference_of(policy, own) if section.coef > 0 else None
         return policy, reference, kl.Controller(section.coef, section.target, section.horizon)
 
     def optimizer(self, module: nn.Module, kernels: Kernels) -> MasterAdamW:

@@ -14,9 +14,9 @@ from torch import nn
 from tunesmith.base.config.algorithms.distill import DistillRecipe
 from tunesmith.collect.data.contexts import Context
 from tunesmith.engine.batch.rollout import Group
-from tunesmith.engine.models.language_model import LanguageModel, model_of_recipe
+from tunesmith.engine.models.language_model import LanguageModel, model_of_recipe, reference_of
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
-from tunesmith.engine.models.lora import frozen_copy, trained_parameters, twin
+from tunesmith.engine.models.lora import trained_parameters, twin
 from tunesmith.engine.models.tokenizer import encode_prompt
 
 
@@ -56,7 +56,7 @@ def self_teacher(cfg: DistillRecipe, student: LanguageModel) -> tuple[LanguageMo
     if section.self_weights == "current":
         return student, None
     if section.self_weights == "initial":
-        return model_of_recipe(frozen_copy(student.module), cfg.model, student.kernels), None
+        return reference_of(student, cfg.model), None
     copied = twin(student.module).requires_grad_(False).eval()
     copy = model_of_recipe(copied, cfg.model, student.kernels)
     return copy, Average(student, copy, section.ema_rate)

@@ -153,6 +153,11 @@ DPO_RULES: tuple[Rule, ...] = (
         lambda v: v["dpo.loss"] in REFERENCE_FREE,
         "dpo.loss is one without a reference model; leave this out",
     ),
+    Rule(
+        "model.reference",
+        lambda v: v["dpo.reference"] != "live" or v["dpo.loss"] in REFERENCE_FREE,
+        "the model itself computes the reference before it is trained; set dpo.reference to live, or leave this out",
+    ),
 )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tunesmith.base.config.recipe import Recipe
-from tunesmith.base.config.rules import Rule
+from tunesmith.base.config.rules import NO_REFERENCE, Rule
 from tunesmith.base.config.sections import (
     MixedPairsSection,
     NonNegative,
@@ -152,6 +152,6 @@ SPEC = Spec(
     headline=("loss", "accuracy", "margin"),
     best="accuracy",
     passes=_passes,
-    rules=(ONE_HEAD, NO_ODIN, NO_COMMITTEE),
+    rules=(ONE_HEAD, NO_ODIN, NO_COMMITTEE, NO_REFERENCE),
     trains="reward model",
 )

@@ -6,7 +6,7 @@
 from typing import Literal
 
 from tunesmith.base.config.recipe import Recipe
-from tunesmith.base.config.rules import NO_HEAD
+from tunesmith.base.config.rules import NO_HEAD, NO_REFERENCE
 from tunesmith.base.config.sections import DemonstrationsSection, PositiveInt, Section
 from tunesmith.base.config.spec import Passes, Spec
 
@@ -43,5 +43,5 @@ SPEC = Spec(
     headline=("loss", "mean_token_accuracy"),
     best="mean_token_accuracy",
     passes=_passes,
-    rules=(NO_HEAD,),
+    rules=(NO_HEAD, NO_REFERENCE),
 )
