@@ -240,16 +240,19 @@ void pack(const Number* weight, uint8_t* panels, float* scales, int64_t num_outp
 // Rows of the weight that a panel stands for.
 template <class Number>
 void unpack_panel(const uint8_t* panel, const float* scales, Number* weight, int64_t num_outputs, int64_t num_inputs) {
-    std::vector<float> row(num_inputs);
-    for (int64_t j = 0; j < std::min(kOutputs, num_outputs); ++j) {
-        for (int64_t i = 0; i < num_inputs; ++i) {
-            const int64_t step = i / kPerStep * kPerStep;
-            const int number = panel[step * kOutputs + j * kPerStep + i - step] - kOffset;
-            row[i] = (float)number * scales[i / kBlock * kOutputs + j];
+    for (int64_t b = 0; b < num_blocks(num_inputs); ++b) {
+        const int64_t start = b * kBlock, width = std::min(kBlock, filled(num_inputs) - start);
+        for (int64_t j = 0; j < std::min(kOutputs, num_outputs); ++j) {
+            uint8_t numbers[kBlock];
+            for (int64_t i = 0; i < width; i += kPerStep)
+                std::memcpy(numbers + i, panel + (start + i) * kOutputs + j * kPerStep, kPerStep);
+            const float scale = scales[b * kOutputs + j];
+            float values[kBlock];
+            for (int64_t i = 0; i < width; ++i) values[i] = (float)((int)numbers[i] - kOffset) * scale;
+            each_vector(std::min(kBlock, num_inputs - start), [&](int64_t i, int n) TUNESMITH_INLINE {
+                store(weight + j * num_inputs + start + i, load(values + i, n), n);
+            });
         }
-        each_vector(num_inputs, [&](int64_t i, int n) TUNESMITH_INLINE {
-            store(weight + j * num_inputs + i, load(row.data() + i, n), n);
-        });
     }
 }
 
