@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -205,9 +206,34 @@ def test_another_model_is_not_replaced_unasked(run, adapted, hub, push):
     code, _, err = push(run, "--to", "alice/other")
     assert code == 2
     assert "alice/other holds other files (config.json, model.bin)" in err
+    hub.is_busy = True
+    code, _, err = push(run, "--to", "alice/small", "--overwrite")
+    assert code == 2
+    assert "refused the files (412: A commit has happened since" in err
+    hub.is_busy = False
+    assert "theirs" in repository.files
     hub.repositories["alice/new"] = Repository("private", [{".gitattributes": b"", "LICENSE": b"mine"}])
     assert push(run, "--to", "alice/new")[0] == 0
     assert hub.repositories["alice/new"].files["LICENSE"] == b"mine"
+
+
+def test_of_a_live_loop_the_served_version_is_sent(run, hub, push, tmp_path):
+    loop = tmp_path / "loop"
+    shutil.copytree(run, loop)
+    (loop / "versions").mkdir()
+    (loop / "final").rename(loop / "versions" / "v000003")
+    (loop / "final").symlink_to("versions/v000003", target_is_directory=True)
+    code, facts, _ = push(loop, "--to", "alice/loop", "--quiet")
+    assert code == 0
+    assert "model.safetensors" in facts["files"]
+    files = hub.repositories["alice/loop"].files
+    assert files["model.safetensors"] == (run / "final" / "model.safetensors").read_bytes()
+    assert b"| `loss` |" in files["README.md"]
+    (tmp_path / "away").mkdir()
+    other = tmp_path / "away" / "loop"  # another loop of the same name
+    shutil.copytree(loop, other, symlinks=True)
+    (other / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 0.5}\n')
+    assert push(other, "--to", "alice/loop")[0] == 2
 
 
 def test_it_is_public_only_when_asked(run, hub, push):
