@@ -15,12 +15,13 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
-from safetensors.torch import load_file
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hub_server import TOKEN, HubState, Repository, serving
 from tunesmith.apps.cli.main import main
 from tunesmith.engine.models.export import save_merged
+from tunesmith.engine.models.tiny import tiny_model
 
 Capture = pytest.CaptureFixture[str]
 Push = Callable[..., tuple[int, dict, str]]
@@ -46,7 +47,8 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory) -> Path:
-    return train(tmp_path_factory.mktemp("adapted"), "--model.lora.rank", "4", "--optimizer.learning-rate", "1e-2")
+    words = ["--model.lora.rank", "4", "--optimizer.learning-rate", "1e-2", "--model.dtype", "float32"]
+    return train(tmp_path_factory.mktemp("adapted"), *words)
 
 
 @pytest.fixture
@@ -162,7 +164,13 @@ def test_adapters_are_merged_or_sent_alone(adapted, hub, push, tmp_path):
     assert front(received["README.md"])["base_model"] == "alice/tiny"
     assert "AutoPeftModelForCausalLM" in received["README.md"].decode()
     folder = hub.repositories["alice/adapters"].write_to(tmp_path / "adapters")
-    assert load_file(folder / "adapter_model.safetensors").keys() == load_file(weights).keys()
+    base = tiny_model("llama").model
+    plain = base(IDS_BS).logits
+    found = PeftModel.from_pretrained(base, folder)(IDS_BS).logits
+    whole = hub.repositories["alice/merged"].write_to(tmp_path / "whole")
+    expected = AutoModelForCausalLM.from_pretrained(whole)(IDS_BS).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - plain).abs().max() > 1e-3
 
 
 def test_an_upload_that_broke_off_changes_nothing_and_goes_on(run, hub, push, monkeypatch):
