@@ -16,6 +16,7 @@ from benchmarks.process import Contender
 from benchmarks.workloads import Drawn, Workload, checked
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.system import keep_freed_memory
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.batch.pack import pack
 from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.engine.kernels.native import Kernels
@@ -25,7 +26,6 @@ from tunesmith.engine.models.loaded import LoadedModel
 from tunesmith.engine.models.tokenizer import stop_token_ids
 from tunesmith.engine.rollout.factory import open_engine
 from tunesmith.engine.rollout.native_engine import Native
-from tunesmith.engine.rollout.runner import Weights
 from tunesmith.learn.trainers.passes import logps
 
 _SCORED_ROWS = 16  # rows of one pass of the trainer while log-probs are compared

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.common import (
     Say,
@@ -36,6 +36,7 @@ from benchmarks.vllm_engine import VARIABLES, VLLMSettings, vllm_python
 from benchmarks.workloads import NAMES, Drawn, Workload, workload
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import InputError
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.batch.rollout import SamplingParams
 from tunesmith.engine.models.about import About
 from tunesmith.engine.models.export import ModelCard, save_final
@@ -378,7 +379,7 @@ main = benchmark(
     batch_size={"type": int, "action": "append", "metavar": "N", "help": "rows to try of generate; repeatable"},
     no_memory={"action": "store_true", "help": "leave out the peak of memory, which is one more draw of each"},
     backend={"choices": ("native", "transformers"), "default": "native", "help": "engine of our side"},
-    weights={"choices": ("model", "int8"), "default": "model", "help": "products of our side"},
+    weights={"choices": get_args(Weights), "default": "model", "help": "products of our side"},
     slots={"type": int, "metavar": "N", "help": "sequences that our engine decodes at a time"},
 )
 

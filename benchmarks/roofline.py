@@ -16,12 +16,12 @@ from torch import nn
 from benchmarks.common import seconds_of
 from benchmarks.contenders import ModelSettings
 from benchmarks.workloads import Workload
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.kernels.linear.api import BlocksLikeTorch, linear, pack
 from tunesmith.engine.kernels.linear_int8.api import linear as int8_linear
 from tunesmith.engine.kernels.linear_int8.api import pack as pack_int8
 from tunesmith.engine.kernels.native import Kernels
 from tunesmith.engine.models.loaded import PreTrainedModel
-from tunesmith.engine.rollout.runner import Weights
 
 SHOWN_ROWS = (16, 32, 64, 128)
 """Rows whose rates are always measured and shown."""

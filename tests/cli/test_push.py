@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,12 +15,13 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
-from safetensors.torch import load_file
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hub_server import TOKEN, HubState, Repository, serving
 from tunesmith.apps.cli.main import main
 from tunesmith.engine.models.export import save_merged
+from tunesmith.engine.models.tiny import tiny_model
 
 Capture = pytest.CaptureFixture[str]
 Push = Callable[..., tuple[int, dict, str]]
@@ -45,7 +47,8 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory) -> Path:
-    return train(tmp_path_factory.mktemp("adapted"), "--model.lora.rank", "4", "--optimizer.learning-rate", "1e-2")
+    words = ["--model.lora.rank", "4", "--optimizer.learning-rate", "1e-2", "--model.dtype", "float32"]
+    return train(tmp_path_factory.mktemp("adapted"), *words)
 
 
 @pytest.fixture
@@ -161,7 +164,13 @@ def test_adapters_are_merged_or_sent_alone(adapted, hub, push, tmp_path):
     assert front(received["README.md"])["base_model"] == "alice/tiny"
     assert "AutoPeftModelForCausalLM" in received["README.md"].decode()
     folder = hub.repositories["alice/adapters"].write_to(tmp_path / "adapters")
-    assert load_file(folder / "adapter_model.safetensors").keys() == load_file(weights).keys()
+    base = tiny_model("llama").model
+    plain = base(IDS_BS).logits
+    found = PeftModel.from_pretrained(base, folder)(IDS_BS).logits
+    whole = hub.repositories["alice/merged"].write_to(tmp_path / "whole")
+    expected = AutoModelForCausalLM.from_pretrained(whole)(IDS_BS).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - plain).abs().max() > 1e-3
 
 
 def test_an_upload_that_broke_off_changes_nothing_and_goes_on(run, hub, push, monkeypatch):
@@ -205,9 +214,34 @@ def test_another_model_is_not_replaced_unasked(run, adapted, hub, push):
     code, _, err = push(run, "--to", "alice/other")
     assert code == 2
     assert "alice/other holds other files (config.json, model.bin)" in err
+    hub.is_busy = True
+    code, _, err = push(run, "--to", "alice/small", "--overwrite")
+    assert code == 2
+    assert "refused the files (412: A commit has happened since" in err
+    hub.is_busy = False
+    assert "theirs" in repository.files
     hub.repositories["alice/new"] = Repository("private", [{".gitattributes": b"", "LICENSE": b"mine"}])
     assert push(run, "--to", "alice/new")[0] == 0
     assert hub.repositories["alice/new"].files["LICENSE"] == b"mine"
+
+
+def test_of_a_live_loop_the_served_version_is_sent(run, hub, push, tmp_path):
+    loop = tmp_path / "loop"
+    shutil.copytree(run, loop)
+    (loop / "versions").mkdir()
+    (loop / "final").rename(loop / "versions" / "v000003")
+    (loop / "final").symlink_to("versions/v000003", target_is_directory=True)
+    code, facts, _ = push(loop, "--to", "alice/loop", "--quiet")
+    assert code == 0
+    assert "model.safetensors" in facts["files"]
+    files = hub.repositories["alice/loop"].files
+    assert files["model.safetensors"] == (run / "final" / "model.safetensors").read_bytes()
+    assert b"| `loss` |" in files["README.md"]
+    (tmp_path / "away").mkdir()
+    other = tmp_path / "away" / "loop"  # another loop of the same name
+    shutil.copytree(loop, other, symlinks=True)
+    (other / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 0.5}\n')
+    assert push(other, "--to", "alice/loop")[0] == 2
 
 
 def test_it_is_public_only_when_asked(run, hub, push):

@@ -80,7 +80,7 @@ def test_a_gguf_file_loads_as_the_model_it_was_made_of_and_is_converted_once(tmp
     ids = torch.arange(20)[None]
     torch.testing.assert_close(first.model(ids).logits, original.model(ids).logits, atol=1e-4, rtol=1e-4)
     assert "quantization_config" not in first.model.config.to_dict()
-    (folder,) = (cache / "converted").glob("*-1")
+    (folder,) = (cache / "converted").glob("*-2")
     plain, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert plain.config.tie_word_embeddings
     assert plain.lm_head.weight.data_ptr() == plain.model.embed_tokens.weight.data_ptr()
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(tmp_path, cache):
     path.write_bytes(b"not a model")
     with pytest.raises(ModelError, match=r"cannot read .*bad\.gguf as a GGUF model"):
         load_policy(ModelSection(name=str(path)))
-    assert not list((cache / "converted").glob("*-1"))
+    assert not list((cache / "converted").glob("*-2"))
 
 
 def _publish_slowly(folder, barrier, num_builds):

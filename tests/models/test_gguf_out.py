@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tunesmith.base.config.sections import LoraSection, ModelSection
 from tunesmith.base.core.errors import ModelError
+from tunesmith.engine.models.assets import convert_gguf
 from tunesmith.engine.models.export import ModelCard, save_final, save_merged
 from tunesmith.engine.models.load import load_policy, new_reward_model
 from tunesmith.engine.models.tiny import byte_tokenizer, tiny_model
@@ -28,15 +29,22 @@ from tunesmith.engine.models.gguf_out.vocabulary import vocabulary_of  # noqa: E
 CARD = ModelCard("tiny:llama", "SFT")
 ABOUT = About("small", base="org/base", algorithm="SFT", license="mit", datasets=("told.jsonl", "org/data"))
 
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+_LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 READ_BACK = {
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
-    "gpt2": {"n_positions": 1024},
-    "starcoder2": {"sliding_window": None},
+    "llama": ("llama", {}),
+    "llama 3": ("llama", {"rope_parameters": _LLAMA3, "head_dim": 64}),
+    "llama, small heads": ("llama", {"rope_parameters": _LLAMA3, "head_dim": 8}),
+    "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "gpt2": ("gpt2", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": None, "rope_parameters": {**_PLAIN, "rope_theta": 7e5}}),
 }
-"""Families that transformers reads with this tokenizer, and the values that it takes for granted."""
+"""Families that transformers reads with this tokenizer, and values that it leaves out."""
 
 
 def folder_of(path: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **fields: object) -> Path:
@@ -59,19 +67,44 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", READ_BACK)
 def test_what_is_written_is_read_back_to_the_bit(family, tmp_path, cache):
-    final = folder_of(tmp_path / "final", family, **READ_BACK[family])
+    model_type, fields = READ_BACK[family]
+    final = folder_of(tmp_path / "final", model_type, **fields)
     write_gguf(final, tmp_path / "small.gguf", "bf16", ABOUT)
     before = load_policy(str(final), dtype=torch.bfloat16)
     after = load_policy(str(tmp_path / "small.gguf"), dtype=torch.bfloat16)
     expected, found = before.model.state_dict(), after.model.state_dict()
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    ids = torch.randint(3, 259, (2, 15), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 259, (2, 90), generator=torch.Generator().manual_seed(0))
     assert torch.equal(after.model(ids).logits, before.model(ids).logits)
     text = "naïve 12 <|im_end|>\n 🙂"
     assert after.tokenizer(text)["input_ids"] == before.tokenizer(text)["input_ids"]
     assert after.tokenizer.chat_template == before.tokenizer.chat_template
     assert after.model.generation_config.eos_token_id == 2
+
+
+_CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+_GEMMA3 = {"sliding_attention": {**_PLAIN, "rope_theta": 2e4}}
+_GEMMA3 |= {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma2", {**_CAPS, "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 16}),
+        ("gemma3", {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 16, "rope_parameters": _GEMMA3}),
+        ("phi3", {"sliding_window": None}),
+        ("stablelm", {"rope_parameters": {**_PLAIN, "rope_theta": 5e4, "partial_rotary_factor": 0.5}}),
+    ],
+)
+def test_models_whose_tokenizers_are_others_are_read_back_too(family, fields, tmp_path, cache):
+    final = folder_of(tmp_path / "final", family, torch.float32, **fields)
+    write_gguf(final, tmp_path / "small.gguf", "f32", ABOUT)
+    before = AutoModelForCausalLM.from_pretrained(final)
+    after = AutoModelForCausalLM.from_pretrained(convert_gguf(tmp_path / "small.gguf"))
+    ids = torch.randint(3, 259, (2, 90), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(after(ids).logits, before(ids).logits, rtol=0, atol=2e-6)
+    assert (before(ids).logits - before(ids.flip(1)).logits).abs().max() > 0.1
 
 
 def test_all_families_are_written_with_all_their_weights(tmp_path):

@@ -51,6 +51,8 @@ class HubState:
     breaks_at: str = ""
     """Content that never arrives whole: the connection ends in its middle."""
     may_write: bool = True
+    is_busy: bool = False
+    """Somebody else commits while files are sent."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -123,6 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self.answer({"url": f"{self.state.url}/{name}", "id": name})
 
     def preupload(self, repository: Repository, asked: list[dict]) -> None:
+        if self.state.is_busy:
+            repository.commits.append({**repository.files, "theirs": b""})
         files = [
             {"path": one["path"], "uploadMode": "lfs" if one["path"].endswith(LARGE) else "regular"} for one in asked
         ]

@@ -19,15 +19,22 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+]*://\S*")
 
 
 def published_card(
-    run: Path, about: About, name: str, *, is_classifier: bool, is_adapter: bool, tags: tuple[str, ...] = ()
+    run: Path,
+    final: Path,
+    about: About,
+    name: str,
+    *,
+    is_classifier: bool,
+    is_adapter: bool,
+    tags: tuple[str, ...] = (),
 ) -> str:
-    """The README.md of the repository `name` with the model of a run folder."""
+    """The README.md of the repository `name` with the model in the folder `final` of a run."""
     return render_card(
         ModelCard(
             base_model=about.base,
             algorithm=about.algorithm,
             title=name.rpartition("/")[2],
-            metrics=card_figures(run / "final"),
+            metrics=card_figures(final),
             recipe=_told(read_recipe(run)),
             root=about.root,
             license=about.license,

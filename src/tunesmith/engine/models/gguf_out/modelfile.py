@@ -62,7 +62,7 @@ def modelfile(file_name: str, tokenizer: PreTrainedTokenizerBase, stops: Sequenc
             "# The chat template has no simple form in Go's language; ollama.com/library may have one by hand."
         )
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if '"' not in stop and "\n" not in stop]
-    if license and '"""' not in license:
+    if license and '"""' not in f'{license}""':
         lines.append(f'LICENSE """{license}"""')
     return "\n".join(lines) + "\n"
 
