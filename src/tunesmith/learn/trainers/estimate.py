@@ -15,6 +15,7 @@ from tunesmith.engine.models.lora import has_adapters
 from tunesmith.engine.models.optimizer import moment_bytes
 from tunesmith.learn.trainers.setup import say
 from tunesmith.learn.trainers.work import Rows, RunWork, Work
+from tunesmith.observe.planning.workload import INT8_BYTES
 from tunesmith.observe.profiling.meter import available_gb
 from tunesmith.observe.reports.text import memory_size
 
@@ -110,10 +111,12 @@ def policy_estimate(
     beside = Work(trained=passes.num_demonstrations * demonstration_tokens * passes.num_updates)
     work = replace(work, step=work.step + beside)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    packed_bytes = weight_bytes
+    packed_bytes: float = weight_bytes
     if has_int8_base(model):  # the engine draws with the same memory, and packs the output layer alone
         output: Any = model.get_output_embeddings()
         packed_bytes = output.weight.nbytes
+    if cfg.rollout.weights == "int8":
+        packed_bytes *= INT8_BYTES / model.dtype.itemsize
     num_bases = not has_adapters(model)  # models with adapters share one base
     logit_rows = micro_batch_size * num_new
     memory = {

@@ -39,6 +39,7 @@ class Hardware:
     memory_reach: float = 0.7
     link_reach: float = 0.8
     price_per_hour: float = 0.0
+    is_cpu: bool = False
 
     @property
     def matmul_rate(self) -> float:
@@ -63,6 +64,7 @@ _CORE = Hardware(
     row_us=30,
     load_gb_per_s=2,
     matmul_reach=0.6,
+    is_cpu=True,
 )
 """The costs of decoding are those of `observe/profiling/savings`, measured on two cores."""
 

@@ -60,7 +60,7 @@ def memory_gb(shape: Shape, work: Workload, layout: Layout) -> dict[str, dict[st
         # The engine draws with the trainer's own base in 8 bits, and packs the output layer alone.
         packed = shape.num_parameters if work.base_itemsize is None else shape.vocab_size * shape.hidden_size
         engine = {
-            "engine's weights": packed * work.itemsize / layout.engine_tensor,
+            "engine's weights": packed * work.engine_itemsize / layout.engine_tensor,
             "KV cache": shape.cache_values(rows * (work.prompt_tokens + work.new_tokens))
             * work.itemsize
             / min(layout.engine_tensor, shape.num_kv_heads),

@@ -143,18 +143,7 @@ def _candidates(plan: Plan) -> Iterator[tuple[str, Workload, Cluster]]:
     twice = replace(cluster, nodes=2 * cluster.nodes, critic_nodes=2 * cluster.critic_nodes)
     yield f"{2 * cluster.nodes} nodes instead of {cluster.nodes}", work, twice
     if work.draws:
-        if work.slots < work.num_rows:
-            yield (
-                f"rollout.num_slots {2 * work.slots} instead of {work.slots}",
-                replace(work, slots=2 * work.slots),
-                cluster,
-            )
-        if work.lease:
-            yield f"leases of {2 * work.lease} instead of {work.lease}", replace(work, lease=2 * work.lease), cluster
-        limit = round(2 * work.mean_new_tokens)
-        if limit < work.new_tokens:
-            shorter = replace(work, new_tokens=limit)
-            yield f"rollout.max_new_tokens {limit} (cuts the longest completions off)", shorter, cluster
+        yield from _drawing_candidates(work, cluster)
     if work.has_reference:
         yield "no reference model, kl.coef 0 (changes what is learnt)", replace(work, has_reference=False), cluster
     if work.recomputes_old_policy:
@@ -172,3 +161,25 @@ def _candidates(plan: Plan) -> Iterator[tuple[str, Workload, Cluster]]:
         yield "num_epochs 1 (changes what is learnt)", replace(work, num_epochs=1), cluster
     larger = replace(work, micro_batch_size=2 * work.micro_batch_size)
     yield f"micro_batch_size {larger.micro_batch_size} instead of {work.micro_batch_size}", larger, cluster
+
+
+def _drawing_candidates(work: Workload, cluster: Cluster) -> Iterator[tuple[str, Workload, Cluster]]:
+    """Changes of how completions are drawn."""
+    if work.slots < work.num_rows:
+        yield (
+            f"rollout.num_slots {2 * work.slots} instead of {work.slots}",
+            replace(work, slots=2 * work.slots),
+            cluster,
+        )
+    if work.lease:
+        yield f"leases of {2 * work.lease} instead of {work.lease}", replace(work, lease=2 * work.lease), cluster
+    if cluster.hardware.is_cpu and not work.draws_in_int8 and work.base_itemsize is None:
+        yield (
+            "rollout.weights int8 (not exact: importance weights correct it)",
+            replace(work, draws_in_int8=True),
+            cluster,
+        )
+    limit = round(2 * work.mean_new_tokens)
+    if limit < work.new_tokens:
+        shorter = replace(work, new_tokens=limit)
+        yield f"rollout.max_new_tokens {limit} (cuts the longest completions off)", shorter, cluster

@@ -14,7 +14,7 @@ from tunesmith.observe.planning.hardware import Hardware
 from tunesmith.observe.planning.memory import Layout
 from tunesmith.observe.planning.shape import Shape
 from tunesmith.observe.planning.simulation import InOrder, draw_s, run_queue, sample_lengths
-from tunesmith.observe.planning.workload import Workload
+from tunesmith.observe.planning.workload import INT8_BYTES, INT8_RATE, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,10 @@ class StepModel:
         """Seconds of a step that decodes one token of each of `num_rows` completions in an engine."""
         shape, work, hardware, ranks = self.shape, self.work, self.cluster.hardware, self.layout.engine_tensor
         cached = num_rows * (work.prompt_tokens + work.mean_new_tokens / 2)
-        num_bytes = (shape.matmul_parameters + shape.cache_values(cached)) * work.itemsize / ranks
-        flop_s = num_rows * self.token_s(work.row_tokens) / ranks
+        in_int8 = work.draws_in_int8 or work.base_itemsize is not None
+        weight_bytes = shape.matmul_parameters * (INT8_BYTES if in_int8 else work.itemsize)
+        num_bytes = (weight_bytes + shape.cache_values(cached) * work.itemsize) / ranks
+        flop_s = num_rows * self.token_s(work.row_tokens) / ranks / (INT8_RATE if in_int8 else 1.0)
         exchange_us = 2 * hardware.collective_us * (ranks > 1)
         layers_us = shape.num_layers * (hardware.layer_us + exchange_us)
         fixed_s = 1e-6 * (layers_us + hardware.decode_us + num_rows * hardware.row_us)
