@@ -125,6 +125,7 @@ class Worker:
             kv_cache_mb=setup.kv_cache_mb,
             value_head=value_head,
             weights=setup.weights,
+            drafts=setup.drafts,
             is_trained=setup.is_trained,
         )
 
