@@ -1,6 +1,6 @@
 """One completion at a time with guesses of the next tokens and without, in alternation, for what people ask.
 
-Each workload is a few prompts, which two engines of one process draw in turns, with the same tokens, which is checked.
+Each workload is a few prompts, which an engine draws in turns, with the same tokens, which is checked.
 `ratio` is that of their times. `again` is the second answer to a prompt, with another seed.
 With smollm2 it takes some minutes; `--workload chat --weights int8` is a part of it.
 """
@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from benchmarks.common import Say, benchmark, head, in_turns, load_warning, paired, print_table, run, spread_text
@@ -23,6 +24,7 @@ from tunesmith.engine.models.language_model import language_model
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel
 from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.runner import Weights
 
 _TEXTS = (
     "The harbor of Lindholm was build in 1871 for fishing boats. Today the ferry to the islands leave from there twice "
@@ -93,27 +95,25 @@ class Answer:
     right: int
 
 
-class Side:
-    """An engine with guesses or without."""
+class Drawing:
+    """One engine for both sides: packed weights of a second one may lie worse in memory, by a fifth."""
 
-    def __init__(self, loaded: LoadedModel, weights: Any, *, drafts: bool) -> None:
-        self._version = 0
-        model = language_model(loaded.model)
-        version = lambda: self._version  # noqa: E731
-        self.engine = NativeEngine(model, loaded.tokenizer, weight_version=version, weights=weights, drafts=drafts)
+    def __init__(self, loaded: LoadedModel, weights: Weights) -> None:
+        self.engine = NativeEngine(language_model(loaded.model), loaded.tokenizer, weights=weights)
 
-    def draw(self, use: Use, index: int, seed: int) -> Answer:
-        """Completions of one prompt; nothing is left from an earlier draw."""
+    def draw(self, use: Use, index: int, seed: int, *, drafts: bool) -> Answer:
+        """Completions of one prompt, whose keys and values are cached; no other text is left from an earlier draw."""
         prompt = use.prompts[index % len(use.prompts)]
         seed += index // len(use.prompts)
-        self._version += 1
+        self.engine.has_drafts = drafts
+        self.engine.memory.forget()
         before = use.sampling if use.is_again else replace(use.sampling, max_new_tokens=1)
-        self.engine.generate([prompt], 1, replace(before, seed=seed + 1000))  # packs the weights
+        self.engine.generate([prompt], 1, replace(before, seed=seed + 1000))
         start_s = time.perf_counter()
         with trace() as work, span("draw"):
             (group,) = self.engine.generate([prompt], use.n, replace(use.sampling, seed=seed))
-        seconds, drafts = time.perf_counter() - start_s, self.engine.drafts
-        counts = (0, 0) if drafts is None else (drafts.num_guessed, drafts.num_right)
+        seconds, made = time.perf_counter() - start_s, self.engine.drafts
+        counts = (0, 0) if made is None else (made.num_guessed, made.num_right)
         steps = int(work.sums.get("draw/decode_steps", 0))
         return Answer(seconds, tuple(one.token_ids for one in group.completions), steps, *counts)
 
@@ -131,15 +131,15 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
         known = ", ".join(dict.fromkeys(name.split(",")[0] for name in works))
         raise InputError(f"there is no workload {', '.join(options.workload)}; there are {known}")
     loaded = load_policy(ModelSection(name=options.model, dtype=options.dtype))
-    sides = {label: Side(loaded, options.weights, drafts=label == "with") for label in ("with", "without")}
+    drawing = Drawing(loaded, options.weights)
     facts: dict[str, object] = {}
     for name in names:
         work = works[name]
         say(name)
         answers, load = in_turns(
             {
-                label: lambda index, side=side, work=work: side.draw(work, index, options.seed)
-                for label, side in sides.items()
+                label: partial(drawing.draw, work, seed=options.seed, drafts=label == "with")
+                for label in ("with", "without")
             },
             options.rounds * len(work.prompts),
             say,

@@ -59,6 +59,11 @@ def rows_for(weights: Weights, dtype: torch.dtype, *, has_experts: bool) -> RowL
     return RowLimits(most, 0.4) if has_experts else RowLimits(most, cost)  # rows seldom have the same experts
 
 
+_MARGIN = 1.5
+"""A guess must be worth so many times what its row costs: chances and costs are estimates, and to take a row has a
+price too."""
+
+
 class _Places:
     """The places of each token in a prompt and its completions, and the share of right guesses from them."""
 
@@ -204,7 +209,7 @@ class Drafts:
         counts = [0] * len(sequences)
         expected, cost = float(len(sequences)), 1 + row_cost * (len(sequences) - 1)
         for chance, index in sorted(chances, reverse=True)[:most]:
-            if chance * cost <= row_cost * expected:
+            if chance * cost <= _MARGIN * row_cost * expected:
                 break
             counts[index] += 1
             expected, cost = expected + chance, cost + row_cost
@@ -212,9 +217,7 @@ class Drafts:
             return []
         return [self._known[one].guess(count) for one, count in zip(sequences, counts, strict=True)]
 
-    def run(
-        self, runner: Runner, plan: Plan, storage: torch.Tensor, block_tables: torch.Tensor
-    ) -> StepOutput:
+    def run(self, runner: Runner, plan: Plan, storage: torch.Tensor, block_tables: torch.Tensor) -> StepOutput:
         """The rows that `plan.drawn` are sampled from: computed now, or by an earlier step."""
         if plan.is_computed:
             return self._taken(plan.sequences)

@@ -132,9 +132,12 @@ class NativeEngine:
         self._runner: Runner | None = None
         self._packed: tuple[int, Fingerprint] | None = None  # the runner's weights; None: pack and check again
         self._is_exact: bool | None = None  # None: not measured yet
-        self._memory = Memory() if drafts else None
+        self.has_drafts = drafts
+        """Whether tokens are guessed, from the next call on."""
         self.drafts: Drafts | None = None
         """Guesses of the last call, for their counts."""
+        self.memory = Memory()
+        """Texts that guesses are taken from."""
         self._can_draft = False  # a row's bits do not depend on the rows beside it
         self._needs_full_check = True
         self.threads = FreeThreads()
@@ -171,11 +174,11 @@ class NativeEngine:
 
     def open_drafts(self) -> Drafts | None:
         """Guesses of the next tokens for the weights that were packed last; None if there are to be none."""
-        if self._memory is None or not self._can_draft:
+        if not self.has_drafts or not self._can_draft:
             return None
         architecture = self._decoder.architecture
         has_experts = any(isinstance(one, Stack) for one in projections(architecture))
-        return Drafts(self._memory, rows_for(self._weights, architecture.dtype, has_experts=has_experts))
+        return Drafts(self.memory, rows_for(self._weights, architecture.dtype, has_experts=has_experts))
 
     def open_cache(self, num_slots: int, kv_cache_mb: int | None) -> OpenCache:
         """The current weights, packed, and a cache for `num_slots` whole contexts, or as much as `kv_cache_mb` MiB hold
@@ -354,8 +357,7 @@ class NativeEngine:
             self._runner = Runner(self._decoder, current, self._packer)
         else:
             self._runner.repack(current)
-        if self._memory is not None:
-            self._memory.forget()
+        self.memory.forget()
         self._check_weights(self._runner, version)
         self._packed = version, current
         return self._runner
