@@ -23,7 +23,7 @@ from tunesmith.engine.batch.rollout import SamplingParams
 from tunesmith.engine.models.language_model import language_model
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel
-from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.native_engine import Native, NativeEngine
 from tunesmith.engine.rollout.runner import Weights
 
 _TEXTS = (
@@ -31,8 +31,8 @@ _TEXTS = (
     "a day, and on Saturdays their is a market where farmers from the hole region sells cheese, apples and bread. The "
     "old customs house have been a museum since 1989.",
     "Bees are importent for agriculture because they pollinate about one third of the plants that we eats. In the last "
-    "twenty years many colonies has died. Scientists beleive that pesticides, parasites and the lost of wild flowers is "
-    "the main reasons. Gardeners can help by planting flowers that blooms at different times of the year.",
+    "twenty years many colonies has died. Scientists beleive that pesticides, parasites and the lost of wild flowers "
+    "is the main reasons. Gardeners can help by planting flowers that blooms at different times of the year.",
     "Our office will be closed on Friday because the heating are repaired. Please take you're laptop home on Thursday "
     "evening. If you expects a delivery, tell the front desk before noon. We is back on Monday at nine o'clock.",
 )
@@ -99,7 +99,7 @@ class Drawing:
     """One engine for both sides: packed weights of a second one may lie worse in memory, by a fifth."""
 
     def __init__(self, loaded: LoadedModel, weights: Weights) -> None:
-        self.engine = NativeEngine(language_model(loaded.model), loaded.tokenizer, weights=weights)
+        self.engine = NativeEngine(language_model(loaded.model), loaded.tokenizer, settings=Native(weights))
 
     def draw(self, use: Use, index: int, seed: int, *, drafts: bool) -> Answer:
         """Completions of one prompt, whose keys and values are cached; no other text is left from an earlier draw."""

@@ -82,7 +82,7 @@ def both(engine: NativeEngine, asked: Sequence[Prompt], n: int, sampling: Sampli
 def test_everything_that_is_recorded_is_the_same(family: str, weights: str) -> None:
     loaded = tiny_model(family, dtype=torch.bfloat16 if weights == "bfloat16" else torch.float32)
     loaded.model.config._experts_implementation = "eager"
-    engine = engine_of(loaded, weights="int8" if weights == "int8" else "model", value_head=Head())
+    engine = engine_of(loaded, settings=Native("int8" if weights == "int8" else "model"), value_head=Head())
     if weights == "bfloat16" and not engine.is_exact:
         pytest.skip("no instructions for bfloat16 here")
     num_right = 0
@@ -113,7 +113,7 @@ def test_adapters(weights: Any) -> None:
         for name, parameter in loaded.model.named_parameters():
             if ".lora_" in name:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    engine = engine_of(loaded, weights=weights)
+    engine = engine_of(loaded, settings=Native(weights))
     assert sum(both(engine, prompts(2, seed), 2, sampling)[1] for seed, sampling in enumerate(SETTINGS)) > 20
 
 
@@ -141,7 +141,8 @@ def test_the_cache_is_neither_overrun_nor_kept() -> None:
 @needs_onednn
 def test_text_and_progress_come_as_without() -> None:
     engine, heard = engine_of(tiny_model("llama")), list[list[Any]]()
-    for engine.has_drafts in (False, True):
+
+    def hear() -> None:
         said: list[Any] = []
         heard.append(said)
         engine.generate(
@@ -152,6 +153,9 @@ def test_text_and_progress_come_as_without() -> None:
             on_progress=lambda *numbers: said.append(numbers),
             on_group=lambda index, group: said.append((index, group)),
         )
+
+    for engine.has_drafts in (False, True):
+        hear()
     assert heard[0] == heard[1]
     assert len(heard[0]) > 3
 
@@ -230,7 +234,7 @@ def served(engine: NativeEngine, *, drafts: bool) -> tuple[list[Client], Continu
 @needs_onednn
 @pytest.mark.parametrize("weights", ["model", "int8"])
 def test_requests_of_a_server(weights: Any) -> None:
-    engine = engine_of(tiny_model("llama"), weights=weights)
+    engine = engine_of(tiny_model("llama"), settings=Native(weights))
     (plain, _), (drafted, batch) = (served(engine, drafts=drafts) for drafts in (False, True))
     for one, other in zip(plain, drafted, strict=True):
         for sample in range(2):

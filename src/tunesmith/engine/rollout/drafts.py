@@ -3,9 +3,9 @@
 A step of few rows takes its time to read the weights, so further rows cost next to nothing. The next tokens are guessed
 where the last ones occurred before: in the prompt, in the completion, and in other completions of the prompt (Saxena
 2023, prompt lookup decoding; Leviathan et al. 2023). The step computes the rows behind the guesses too. Each token is
-drawn as ever, one after the other, from the row that belongs to it; its noise is a function of its position. If it is
-the guess, the next row is there already, and otherwise the rows behind it are forgotten. So nothing but the time depends
-on the guesses, as long as the bits of a row do not depend on the rows beside it.
+drawn as ever, one after the other, from the row that belongs to it, with noise that is a function of its position. If
+it is the guess, the next row is there already; otherwise the rows behind it are forgotten. So nothing but the time
+depends on the guesses, as long as the bits of a row do not depend on the rows beside it.
 
 Shape legend: R rows that tokens are sampled from, K guessed tokens, H hidden, V vocabulary.
 """

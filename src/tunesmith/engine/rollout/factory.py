@@ -103,8 +103,8 @@ def _own_engine(
     if isinstance(backend, Workers):
         return partial(WorkerEngine, workers=backend, is_trained=is_trained)
     if model.decoder is not None:
-        drafts = backend == "native" or backend.drafts
-        return partial(NativeEngine, weights=weights, drafts=drafts, is_trained=is_trained)
+        settings = Native() if backend == "native" else backend
+        return partial(NativeEngine, settings=settings, is_trained=is_trained)
     if weights != "model":
         raise InputError(f"weights are {weights}, which the engine of a GPU has not; leave them out")
     return DeviceEngine

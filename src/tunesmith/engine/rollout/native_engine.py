@@ -109,8 +109,7 @@ class NativeEngine:
         num_slots: int = 128,
         kv_cache_mb: int | None = None,
         value_head: nn.Module | None = None,
-        weights: Weights = "model",
-        drafts: bool = True,
+        settings: Native = Native(),
         is_trained: bool = True,
     ) -> None:
         if model.decoder is None:
@@ -125,14 +124,14 @@ class NativeEngine:
         self._num_slots = num_slots
         self._kv_cache_mb = kv_cache_mb
         self._value_head = value_head
-        self._weights: Weights = weights
-        self._packer = Packer(model.kernels, weights)  # kept when the weights go: its trials take a while
+        self._weights = settings.weights
+        self._packer = Packer(model.kernels, settings.weights)  # kept when the weights go: its trials take a while
         self._is_trained = is_trained
         self._cache: _Cache | None = None
         self._runner: Runner | None = None
         self._packed: tuple[int, Fingerprint] | None = None  # the runner's weights; None: pack and check again
         self._is_exact: bool | None = None  # None: not measured yet
-        self.has_drafts = drafts
+        self.has_drafts = settings.drafts
         """Whether tokens are guessed, from the next call on."""
         self.drafts: Drafts | None = None
         """Guesses of the last call, for their counts."""

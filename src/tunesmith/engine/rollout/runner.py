@@ -415,7 +415,9 @@ class Runner(CachedDecoder):
                 repeats.append(len(chunk.sequences))
         if not rows:
             return StepOutput(hidden_TH[:0], hidden_TH.new_zeros((0, *self.decoder.architecture.head.sizes)))
-        padded_RH = hidden_TH[rows + rows[-1:] * (self.min_rows - len(rows))]
+        padded_RH = hidden_TH  # all, where no prompt is computed
+        if plan.chunks or len(rows) < self.min_rows:
+            padded_RH = hidden_TH[rows + rows[-1:] * (self.min_rows - len(rows))]
         hidden_RH, logits_RV = padded_RH[: len(rows)], self.logits(padded_RH)[: len(rows)]
         if max(repeats) > 1:
             repeat_R = torch.tensor(repeats)
