@@ -23,7 +23,8 @@ from tunesmith.engine.models.language_model import language_model
 from tunesmith.engine.models.loaded import LoadedModel
 from tunesmith.engine.models.lora import AdapterBase, add_adapters
 from tunesmith.engine.models.tiny import tiny_model
-from tunesmith.engine.rollout.drafts import MOST_RUNNING, Memory, rows_for
+from tunesmith.engine.rollout import native_engine
+from tunesmith.engine.rollout.drafts import MOST_RUNNING, Memory, RowLimits, rows_for
 from tunesmith.engine.rollout.engine import Continuation, Dialogue
 from tunesmith.engine.rollout.factory import open_engine, own_backend
 from tunesmith.engine.rollout.native_engine import Native, NativeEngine
@@ -31,6 +32,7 @@ from tunesmith.engine.rollout.open_batch import Ask, ContinuousBatch, Piece, ope
 
 has_onednn = is_by_onednn(torch.ones(2, 2), torch.ones(2, 2))
 needs_onednn = pytest.mark.skipif(not has_onednn, reason="torch has no oneDNN here, so nothing is exact in float32")
+NATIVE_FAMILIES = tuple(family for family in TINY_FAMILIES if family != "exaone4")  # which transformers draws
 FEW = {65: 9.0, 66: 8.5, 67: 8.0, 130: 8.0}
 """A bias that leaves few tokens likely, so that guesses are right now and then."""
 SETTINGS = (
@@ -76,19 +78,33 @@ def both(engine: NativeEngine, asked: Sequence[Prompt], n: int, sampling: Sampli
     return drafted, engine.drafts.num_right
 
 
+def cases() -> list[Any]:
+    """Each family in float32, and some otherwise; the rest nightly."""
+    often = ("llama", "gemma3", "qwen3", "gpt2", "gpt_oss", "mixtral")
+    return [
+        pytest.param(family, weights, marks=() if weights == "float32" or family in often else pytest.mark.nightly)
+        for family in NATIVE_FAMILIES
+        for weights in ("float32", "bfloat16", "int8")
+    ]
+
+
 @needs_onednn
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_everything_that_is_recorded_is_the_same(family: str, weights: str) -> None:
+@pytest.mark.parametrize(("family", "weights"), cases())
+def test_everything_that_is_recorded_is_the_same(family: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_model(family, dtype=torch.bfloat16 if weights == "bfloat16" else torch.float32)
     loaded.model.config._experts_implementation = "eager"
+    if weights == "bfloat16" and language_model(loaded.model, Kernels()).decoder is None:
+        pytest.skip("transformers draws this random model in bfloat16")
     engine = engine_of(loaded, settings=Native("int8" if weights == "int8" else "model"), value_head=Head())
     if weights == "bfloat16" and not engine.is_exact:
         pytest.skip("no instructions for bfloat16 here")
-    num_right = 0
+    monkeypatch.setattr(native_engine, "rows_for", lambda *_, **__: RowLimits(most=8, cost=0.001))  # guess a lot
+    num_guessed = num_right = 0
     for number, sampling in enumerate(SETTINGS):
         num_right += both(engine, prompts(1 + number % 2, number), 1 + number % 2, sampling)[1]
-    assert num_right > 3
+        assert engine.drafts is not None
+        num_guessed += engine.drafts.num_guessed
+    assert 0 < num_right < num_guessed
 
 
 @needs_onednn
