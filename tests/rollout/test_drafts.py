@@ -213,7 +213,7 @@ class Client:
             n=2,
             sampling=sampling,
             on_piece=self.pieces.append,
-            on_error=pytest.fail,
+            on_error=lambda error: pytest.fail(str(error)),
             is_stopped=lambda: len(self.pieces) >= stops_after,
             **more,
         )
@@ -337,7 +337,7 @@ def test_damaged_weights_are_named_behind_a_right_guess() -> None:
         if plan.is_computed and not taken:
             taken.append(1)
             with torch.no_grad():
-                embedding.fill_(float("nan"))
+                embedding.fill_(float("nan"))  # type: ignore[operator]
             output.logits_RV.fill_(float("nan"))
         return output
 

@@ -124,7 +124,7 @@ class NativeEngine:
         self._num_slots = num_slots
         self._kv_cache_mb = kv_cache_mb
         self._value_head = value_head
-        self._weights = settings.weights
+        self._weights: Weights = settings.weights
         self._packer = Packer(model.kernels, settings.weights)  # kept when the weights go: its trials take a while
         self._is_trained = is_trained
         self._cache: _Cache | None = None
