@@ -43,11 +43,12 @@ class ModelSettings:
     backend: str = "native"
     num_slots: int | None = None
     weights: Weights = "model"
+    drafts: bool = True
 
     @property
     def own_backend(self) -> str | Native:
-        """The backend of our engine, with its weights."""
-        return Native(self.weights) if self.backend == "native" else self.backend
+        """The backend of our engine, with its weights, and guesses of tokens or none."""
+        return Native(self.weights, self.drafts) if self.backend == "native" else self.backend
 
     def load(self) -> LoadedModel:
         """The model, in this process."""

@@ -1,6 +1,7 @@
 """Our rollout engine against transformers on the same prompts, each in a process of its own, in alternation.
 
-`--weights int8` has our side multiply in 8 bits; its baseline `native` is our engine in the model's dtype.
+`--weights int8` has our side multiply in 8 bits; its baseline `native` is our engine in the model's dtype. The baseline
+`undrafted` is our engine as our side has it, without guesses of the next tokens.
 
 For each workload: greedy tokens are compared in float32, but for those of 8 bits; transformers is tried at every batch
 size and attention, and keeps its fastest of each attention; then all contenders draw in turns, and each round gives one
@@ -45,9 +46,10 @@ from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel, context_length
 
 NATIVE = "native"
+UNDRAFTED = "undrafted"
 STARTED_ONCE = ("vllm", "llamacpp")
 """Programs of others, which are started for all workloads."""
-BASELINES = ("transformers", "transformers-cb", NATIVE, *STARTED_ONCE)
+BASELINES = ("transformers", "transformers-cb", NATIVE, UNDRAFTED, *STARTED_ONCE)
 OURS = "tunesmith"
 ATTENTIONS = ("sdpa", "eager")
 BATCH_SIZES = (16, 32, 64, 128)
@@ -183,8 +185,8 @@ def judge(
 
 
 def _start(name: str, model: ModelSettings) -> Process:
-    contender = "Engine" if name in (OURS, NATIVE) else "Transformers"
-    settings = replace(model, weights="model") if name == NATIVE else model
+    contender = "Engine" if name in (OURS, NATIVE, UNDRAFTED) else "Transformers"
+    settings = replace(model, weights="model") if name == NATIVE else replace(model, drafts=name != UNDRAFTED)
     return Process(f"benchmarks.contenders:{contender}", settings, num_threads=model.num_threads)
 
 
@@ -284,9 +286,9 @@ def _calibrated(
     name: str, process: Process, work: Workload, options: Namespace, calibration: dict[str, float], say: Say
 ) -> dict[str, Entry]:
     """One entry for each attention, at the batch size at which it was fastest; every speed goes into `calibration`."""
-    if name == NATIVE:
+    if name in (NATIVE, UNDRAFTED):
         process.call("draw", work, options.seed, setting=None)  # warm
-        return {NATIVE: Entry(process)}
+        return {name: Entry(process)}
     entries: dict[str, Entry] = {}
     num_rows = len(work.rows)
     way = "generate" if name == "transformers" else "continuous"

@@ -119,7 +119,7 @@ def test_bench_families_has_the_promised_figures(capsys: pytest.CaptureFixture[s
         (["update", "--micro-batch-size", "0"], "micro_batch_size is 0"),
         (["update", "--out", "no/such/folder/x.json"], "--out"),
         (["rollout", "--workload", "plian"], "plain, seed, shared"),
-        (["rollout", "--against", "sglang"], "transformers, transformers-cb, native, vllm, llamacpp"),
+        (["rollout", "--against", "sglang"], "transformers, transformers-cb, native, undrafted, vllm, llamacpp"),
         (["rollout", "--workload", "plain", "--against", "vllm"], "TUNESMITH_VLLM_PYTHON is not set"),
         (["rollout", "--workload", "plain", "--quick", "--against", "llamacpp"], "LLAMA_CPP names no folder"),
         (["rollout", "--rounds", "0"], "rounds is 0"),

@@ -148,6 +148,11 @@ SAMPLING: tuple[Rule, ...] = (
         "it is for rollout.backend native; set that, or leave this out",
     ),
     Rule(
+        "rollout.drafts",
+        is_not("rollout.backend", "native"),
+        "it is for rollout.backend native; set that, or leave this out",
+    ),
+    Rule(
         "rollout.kv_cache_mb",
         is_not("rollout.backend", "native"),
         "it is the cache of rollout.backend native; set that, or leave this out",

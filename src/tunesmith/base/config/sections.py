@@ -398,6 +398,9 @@ class RolloutSection(Section):
     weights: Weights = "model"
     """Weights that the native engine multiplies with: in the model's dtype, or rounded to 8 bits, which is faster and
     leaves its log-probs some hundredths of a nat from the trainer's, for which `importance` corrects."""
+    drafts: bool = True
+    """With up to four completions at a time, the native engine also computes guesses of the tokens behind the next one.
+    Nothing but the time depends on it."""
     kv_cache_mb: PositiveInt | None = None
     """Size of the native engine's KV cache; null is what all slots need at most, up to a quarter of the memory."""
     unload_during_update: bool = True

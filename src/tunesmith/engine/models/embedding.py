@@ -41,6 +41,7 @@ def embed(architecture: Architecture, ids_T: torch.Tensor) -> torch.Tensor:
     if (
         type(embedding) is not nn.Embedding
         or output is None
+        or not torch.is_grad_enabled()
         or weight_of(output.modules[0]) is not embedding.weight
         or embedding.weight.device.type != "cpu"
         or embedding.max_norm is not None

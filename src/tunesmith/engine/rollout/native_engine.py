@@ -22,12 +22,14 @@ from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.engine.kernels.linear.exact import rows_are_independent
 from tunesmith.engine.kernels.sample.torch_impl import Sampled
+from tunesmith.engine.models.architecture import Stack
 from tunesmith.engine.models.fingerprint import Fingerprint, fingerprint, fingerprint_of
 from tunesmith.engine.models.int8_base import is_int8
 from tunesmith.engine.models.language_model import LanguageModel
 from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.rollout import weight_check
 from tunesmith.engine.rollout.dialogue import Replies
+from tunesmith.engine.rollout.drafts import Drafts, Memory, rows_for
 from tunesmith.engine.rollout.engine import (
     Callbacks,
     Dialogue,
@@ -66,9 +68,12 @@ class Native:
     Args:
         weights: Of products: `model` has them in the model's dtype. `int8`, on a CPU, rounds weights and inputs to 8
             bits, which is faster; log-probs are then about a tenth of a nat from the trainer's.
+        drafts: With up to four completions at a time, compute tokens that were guessed from the text so far beside the
+            next one. Only the time depends on it; it is not done where a row's bits depend on the rows beside it.
     """
 
     weights: Weights = "model"
+    drafts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class NativeEngine:
         num_slots: int = 128,
         kv_cache_mb: int | None = None,
         value_head: nn.Module | None = None,
-        weights: Weights = "model",
+        settings: Native = Native(),
         is_trained: bool = True,
     ) -> None:
         if model.decoder is None:
@@ -121,13 +126,20 @@ class NativeEngine:
         self._num_slots = num_slots
         self._kv_cache_mb = kv_cache_mb
         self._value_head = value_head
-        self._weights: Weights = weights
-        self._packer = Packer(model.kernels, weights)  # kept when the weights go: its trials take a while
+        self._weights: Weights = settings.weights
+        self._packer = Packer(model.kernels, settings.weights)  # kept when the weights go: its trials take a while
         self._is_trained = is_trained
         self._cache: _Cache | None = None
         self._runner: Runner | None = None
         self._packed: tuple[int, Fingerprint] | None = None  # the runner's weights; None: pack and check again
         self._is_exact: bool | None = None  # None: not measured yet
+        self.has_drafts = settings.drafts
+        """Whether tokens are guessed, from the next call on."""
+        self.drafts: Drafts | None = None
+        """Guesses of the last call, for their counts."""
+        self.memory = Memory()
+        """Texts that guesses are taken from."""
+        self._can_draft = False  # a row's bits do not depend on the rows beside it
         self._needs_full_check = True
         self.threads = FreeThreads()
         self._turns = Turns("engine")
@@ -160,6 +172,14 @@ class NativeEngine:
         return make_request(
             self._module, self._tokenizer, prompts, n, sampling, self._num_slots, self._weight_version()
         )
+
+    def open_drafts(self) -> Drafts | None:
+        """Guesses of the next tokens for the weights that were packed last; None if there are to be none."""
+        if not self.has_drafts or not self._can_draft:
+            return None
+        architecture = self._decoder.architecture
+        has_experts = any(isinstance(one, Stack) for one in projections(architecture))
+        return Drafts(self.memory, rows_for(self._weights, architecture.dtype, has_experts=has_experts))
 
     def open_cache(self, num_slots: int, kv_cache_mb: int | None) -> OpenCache:
         """The current weights, packed, and a cache for `num_slots` whole contexts, or as much as `kv_cache_mb` MiB hold
@@ -257,24 +277,27 @@ class NativeEngine:
     ) -> None:
         """The loop of the engine: plan a step, compute it, sample, take the tokens."""
         storage, block_tables = cache.storage, cache.tables.block_tables
+        drafts = self.drafts = self.open_drafts()
+        run = runner.run if drafts is None else partial(drafts.run, runner)
         # The bits of an exact engine do not depend on the number of threads.
         free_threads = self.threads.used if self._is_exact else nullcontext
         while True:
             if replies is not None:
                 replies.resume(scheduler, wait=False)
-            plan = scheduler.plan()
+            plan = scheduler.plan(drafter=drafts)
             if plan is None and replies is not None and replies.resume(scheduler, wait=True):
                 continue
             if plan is None:
                 return
             copy_blocks(storage, plan.copies)
             with span("prefill" if plan.chunks else "decode"), free_threads():
-                output = runner.run(plan, storage, block_tables)
+                output = run(plan, storage, block_tables)
             if not plan.drawn:
                 scheduler.accept(plan, [])
                 continue
             with span("sample"):
-                sampled = self._sample(runner, cache, sampler, plan, output.logits_RV)
+                passed = plan if drafts is None else drafts.passed
+                sampled = self._sample(runner, cache, sampler, plan, output.logits_RV, passed)
             values = [[]] * len(plan.drawn) if self._value_head is None else self._values(output.hidden_RH)
             columns = (column_B[:, None].tolist() for column_B in (sampled.token_B, sampled.logp_B, sampled.raw_logp_B))
             ended = scheduler.accept(plan, list(zip(*columns, values, strict=True)))
@@ -283,15 +306,24 @@ class NativeEngine:
             if replies is not None:
                 replies.ask(ended)
 
-    def _sample(self, runner: Runner, cache: _Cache, sampler: Sampler, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
+    def _sample(
+        self,
+        runner: Runner,
+        cache: _Cache,
+        sampler: Sampler,
+        plan: Plan,
+        logits_RV: torch.Tensor,
+        passed: Plan | None,
+    ) -> Sampled:
+        """One token for each of `plan.drawn`, from the logits that `passed` computed."""
         try:
             return sampler.draw(plan, logits_RV)
         except TrainingError as error:
             self._unload()  # cached blocks may hold numbers that are not finite
-            if bool(logits_RV.isfinite().all()):
+            if passed is None or bool(logits_RV.isfinite().all()):
                 raise
             storage, block_tables = cache.storage, cache.tables.block_tables
-            layer = weight_check.first_bad_layer(lambda look: runner.run(plan, storage, block_tables, on_layer=look))
+            layer = weight_check.first_bad_layer(lambda look: runner.run(passed, storage, block_tables, on_layer=look))
             raise TrainingError(weight_check.not_finite(layer)) from error
 
     @torch.no_grad()
@@ -326,6 +358,7 @@ class NativeEngine:
             self._runner = Runner(self._decoder, current, self._packer)
         else:
             self._runner.repack(current)
+        self.memory.forget()
         self._check_weights(self._runner, version)
         self._packed = version, current
         return self._runner
@@ -360,6 +393,13 @@ class NativeEngine:
         weights = [weight for one in by_float for weight in one.weights]
         return all(map(rows_are_independent, {weight.shape: weight for weight in weights}.values()))
 
+    def _rows_are_alone_in_int8(self, runner: Runner) -> bool:
+        """True if products are in 8 bits, and bits of fixed tokens do not depend on the tokens of the same step."""
+        if self._weights != "int8" or self._decoder.is_divided:
+            return False
+        is_by_row = runner.min_rows == 1 or self._rows_are_independent()  # adapters are multiplied as the trainer does
+        return is_by_row and weight_check.steps_are_alike(self._decoder, runner)
+
     def _fitting_cache(self, request: Request) -> _Cache:
         shape = cache_shape(self._decoder.architecture)
         budget = int(psutil.virtual_memory().total * _MEMORY_SHARE)
@@ -385,6 +425,7 @@ class NativeEngine:
         if self._needs_full_check:
             self._is_exact = self._weights == "model" and difference == 0 and self._rows_are_independent()
             self._is_exact &= not self._decoder.is_divided
+            self._can_draft = self._is_exact or self._rows_are_alone_in_int8(runner)
             self._needs_full_check = runner.is_idle  # adapters that are zero prove nothing about later ones
         rounded = weight_check.MAX_INT8_DIFFERENCE if self._weights == "int8" else weight_check.MAX_DIFFERENCE[dtype]
         allowed = 0.0 if self._is_exact else rounded

@@ -20,6 +20,7 @@ from tunesmith.engine.batch.rollout import Completion, SamplingParams
 from tunesmith.engine.rollout.engine import Engine, completion_of
 from tunesmith.engine.rollout.kv_cache import BLOCK_TOKENS, blocks_for, copy_blocks
 from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.runner import StepOutput
 from tunesmith.engine.rollout.sampler import RequestSampling, Sampler, noise_keys
 from tunesmith.engine.rollout.scheduler import Plan, PromptRequest, Scheduler
 from tunesmith.engine.rollout.sequence import Sequence, TextStream
@@ -128,6 +129,7 @@ class ContinuousBatch:
             prefill_tokens=_PREFILL_TOKENS,
             is_open=True,
         )
+        self._drafts = engine.open_drafts()
         self._sampling: dict[int, RequestSampling] = {}
         self._sampler = Sampler(self._sampling, engine.vocabulary_size, engine.kernels)
         self._open: dict[int, _Open] = {}
@@ -159,7 +161,7 @@ class ContinuousBatch:
             del self._open[number]
             if self._scheduler.cancel(number):
                 del self._sampling[number]
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(drafter=self._drafts)
         if plan is None:
             self._sampling.clear()
             return False
@@ -174,7 +176,7 @@ class ContinuousBatch:
         copy_blocks(self._cache.storage, plan.copies)
         # The bits of an exact engine do not depend on the number of threads.
         with self._engine.threads.used() if self._engine.is_exact else nullcontext():
-            output = self._cache.runner.run(plan, self._cache.storage, self._cache.tables.block_tables)
+            output = self._run(plan)
         if not plan.drawn:
             self._scheduler.accept(plan, [])
             return
@@ -188,6 +190,13 @@ class ContinuousBatch:
                 one.ask.on_piece(_piece(one, sequence, output.logits_RV[row]))
         for sequence in ended:
             self._end(sequence.request)
+
+    def _run(self, plan: Plan) -> StepOutput:
+        """The rows to sample from."""
+        runner, storage, block_tables = self._cache.runner, self._cache.storage, self._cache.tables.block_tables
+        if self._drafts is None:
+            return runner.run(plan, storage, block_tables)
+        return self._drafts.run(runner, plan, storage, block_tables)
 
     def _end(self, number: int) -> None:
         """Note the end of a completion of the request `number`."""

@@ -304,7 +304,9 @@ def _no_attention(layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The rows that tokens are sampled from, in the order of `plan.drawn`; `hidden_RH` is after the final norm."""
+    """The rows that tokens are sampled from, in the order of `plan.drawn`; `hidden_RH` is after the final norm. Each
+    completion's row is followed by those of its drafts, if the plan has any.
+    """
 
     hidden_RH: torch.Tensor
     logits_RV: torch.Tensor
@@ -395,7 +397,7 @@ class Runner(CachedDecoder):
             plan.decode.table_rows + plan.prefill.table_rows,
         )
         hidden_TH = self.hidden_states(tokens, storage, block_tables, on_layer=on_layer)
-        rows = list(range(len(plan.sequences)))
+        rows = list(range(len(plan.decode.token_ids)))
         repeats: list[int] = [1] * len(rows)
         end = len(rows)
         for chunk in plan.chunks:
@@ -405,7 +407,9 @@ class Runner(CachedDecoder):
                 repeats.append(len(chunk.sequences))
         if not rows:
             return StepOutput(hidden_TH[:0], hidden_TH.new_zeros((0, *self.decoder.architecture.head.sizes)))
-        padded_RH = hidden_TH[rows + rows[-1:] * (self.min_rows - len(rows))]
+        padded_RH = hidden_TH  # all, where no prompt is computed
+        if plan.chunks or len(rows) < self.min_rows:
+            padded_RH = hidden_TH[rows + rows[-1:] * (self.min_rows - len(rows))]
         hidden_RH, logits_RV = padded_RH[: len(rows)], self.logits(padded_RH)[: len(rows)]
         if max(repeats) > 1:
             repeat_R = torch.tensor(repeats)

@@ -59,9 +59,9 @@ class RequestSampling:
     frequency_penalty: float = 0.0
 
     @property
-    def is_plain(self) -> bool:
-        """True if no logit is changed once stop ids may be drawn."""
-        return not (self.sampling.logit_bias or self.presence_penalty or self.frequency_penalty)
+    def bias_is_fixed(self) -> bool:
+        """True if the bias depends on the drawn tokens only as far as stop ids are masked."""
+        return not (self.presence_penalty or self.frequency_penalty)
 
     def bias(self, sequence: DrawnSequence) -> Mapping[int, float]:
         """Numbers to add to the logits of the next token of `sequence`."""
@@ -87,7 +87,7 @@ class Sampler:
         self._kernels = kernels
         self._seen = SeenTokens(torch.zeros(0, vocabulary_size, dtype=torch.bool))
         self._settings: SampleSettings | None = None
-        self._settings_of: list[int] = []  # the request of each row of `_settings`
+        self._settings_of: list[tuple[int, bool]] = []  # request of each row of `_settings`, and if stop ids are masked
 
     def draw(self, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
         """One token for each of `plan.drawn`.
@@ -99,7 +99,7 @@ class Sampler:
         requests = [self._requests[sequence.request] for sequence in drawn]
         has_penalty = any(one.sampling.repetition_penalty != 1 for one in requests)
         seen = self._seen.lookup(plan) if has_penalty else None
-        settings = self._with_bias(drawn, requests)
+        settings = self._settings_for(drawn, requests)
         sampled = sample(logits_RV, settings, _noise(drawn, requests), seen=seen, kernels=self._kernels)
         if has_penalty:
             self._seen.add(plan.sequences, sampled.token_B)
@@ -109,15 +109,9 @@ class Sampler:
         """Free what is held for completions that have ended."""
         self._seen.release(ended)
 
-    def _with_bias(self, drawn: Sequence[DrawnSequence], requests: Sequence[RequestSampling]) -> SampleSettings:
-        settings = self._without_bias([sequence.request for sequence in drawn], requests)
-        pairs = list(zip(requests, drawn, strict=True))
-        if all(one.is_plain and not (one.stop_ids and sequence.masks_stop_ids) for one, sequence in pairs):
-            return settings
-        return replace(settings, bias=LogitBias.of([one.bias(sequence) for one, sequence in pairs]))
-
-    def _without_bias(self, rows: list[int], requests: Sequence[RequestSampling]) -> SampleSettings:
-        """The settings of each row, which are made again only when other requests are drawn."""
+    def _settings_for(self, drawn: Sequence[DrawnSequence], requests: Sequence[RequestSampling]) -> SampleSettings:
+        """The settings of each row, which are made again only when others are needed."""
+        rows = [(sequence.request, sequence.masks_stop_ids) for sequence in drawn]
         if self._settings is None or rows != self._settings_of:
             given = [one.sampling for one in requests]
             numbers = [(one.temperature, one.top_p, one.min_p, one.repetition_penalty) for one in given]
@@ -125,17 +119,28 @@ class Sampler:
             top_k_B = torch.tensor([one.top_k for one in given])
             self._settings = SampleSettings(temperature_B, top_k_B, top_p_B, min_p_B, penalty_B)
             self._settings_of = rows
-        return self._settings
+            if all(one.bias_is_fixed for one in requests):
+                self._settings = self._biased(self._settings, drawn, requests)
+        if all(one.bias_is_fixed for one in requests):
+            return self._settings
+        return self._biased(self._settings, drawn, requests)
+
+    def _biased(
+        self, settings: SampleSettings, drawn: Sequence[DrawnSequence], requests: Sequence[RequestSampling]
+    ) -> SampleSettings:
+        biases = [one.bias(sequence) for one, sequence in zip(requests, drawn, strict=True)]
+        return replace(settings, bias=LogitBias.of(biases)) if any(biases) else settings
 
 
 def _noise(drawn: Sequence[DrawnSequence], requests: Sequence[RequestSampling]) -> NoiseKeys:
     keys = [one.key for one in requests]
-    return NoiseKeys(
-        torch.tensor([one.seed for one in requests]),
-        torch.tensor([key.prompt for key in keys]),
-        torch.tensor([key.first_sample + sequence.sample for key, sequence in zip(keys, drawn, strict=True)]),
-        torch.tensor([sequence.position for sequence in drawn]),
+    numbers = (
+        [one.seed for one in requests],
+        [key.prompt for key in keys],
+        [key.first_sample + sequence.sample for key, sequence in zip(keys, drawn, strict=True)],
+        [sequence.position for sequence in drawn],
     )
+    return NoiseKeys(*torch.tensor(numbers))
 
 
 class SeenTokens:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tunesmith.base.core.trace import gauge
 from tunesmith.engine.rollout.kv_cache import BLOCK_TOKENS, BlockCopy, KVCache, Table, blocks_for
@@ -63,6 +64,18 @@ class Chunk:
     sequences: tuple[Sequence, ...]
 
 
+class Drafter(Protocol):
+    """Guesses the next tokens of the running completions, so that one step computes several rows of each."""
+
+    def ready(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those of the running `sequences` whose next row an earlier step computed."""
+        ...
+
+    def propose(self, sequences: list[Sequence]) -> list[list[int]]:
+        """Tokens that may follow each of `sequences`, fewer than it may yet draw; an empty list if there are none."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Plan:
     """One step of the model. First do `copies`; then, in each layer, write the keys and values of all tokens before
@@ -77,6 +90,10 @@ class Plan:
 
     Up to `num_steps` tokens of each of `sequences` may be drawn before the plan is accepted; the cache has slots for
     them. `drawn` are the completions sampled in this step: those that decode, then those whose prompt ends.
+
+    With `drafts`, each of `sequences` has so many further rows in `decode`, behind that of its last token. With
+    `is_computed`, an earlier step computed the rows of `sequences`, which are some of those that run; there are no
+    tokens to compute.
     """
 
     copies: list[BlockCopy]
@@ -85,6 +102,8 @@ class Plan:
     chunks: list[Chunk]
     prefill: Rows
     num_steps: int = 1
+    drafts: list[list[int]] = field(default_factory=list[list[int]])
+    is_computed: bool = False
     drawn: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -195,17 +214,19 @@ class Scheduler:
         self._is_blocked = False
         return index not in self._cancelled
 
-    def plan(self, max_steps: int = 1) -> Plan | None:
+    def plan(self, max_steps: int = 1, drafter: Drafter | None = None) -> Plan | None:
         """The next step; None if every completion has ended. Each plan must be accepted before the next.
 
         Plans up to `max_steps` tokens of each running completion, but only one while prompts are computed, so that
-        their completions can start.
+        their completions can start. A `drafter` adds rows to a step without prompts.
 
         Raises:
             RuntimeError: the last plan was not accepted, or the cache is too small.
         """
         if self._planned is not None:
             raise RuntimeError("a plan was not accepted before the next one was asked for")
+        if drafter is not None and (ready := drafter.ready([running.sequence for running in self._running])):
+            return self._hand_out(Plan([], ready, Rows(), [], Rows(), is_computed=True))
         self._start_completions()
         self._admit_prompts()
         if not self._running and not self._prefilling:
@@ -215,17 +236,28 @@ class Scheduler:
         copies: list[BlockCopy] = []
         decode = Rows()
         num_steps = 1 if self._prefilling else min(max_steps, max(item.sequence.num_left for item in self._running))
-        for running in self._running:
-            copies += self._grow(running, min(num_steps, running.sequence.num_left))
-            decode.token_ids.append(running.sequence.token_ids[-1])
-            decode.positions.append(running.sequence.position - 1)
-            decode.table_rows.append(running.table.row)
-        chunks, prefill = self._chunks()
         sequences = [running.sequence for running in self._running]
-        self._planned = Plan(copies, sequences, decode, chunks, prefill, num_steps)
+        drafts = drafter.propose(sequences) if drafter is not None and not self._prefilling else []
+        for index, running in enumerate(self._running):
+            guessed = drafts[index] if drafts else []
+            num_rows = len(guessed) + min(num_steps, running.sequence.num_left)
+            copies += self._grow(running, num_rows)
+            first = running.sequence.position - 1
+            decode.token_ids.append(running.sequence.token_ids[-1])
+            decode.positions.append(first)
+            decode.table_rows.append(running.table.row)
+            if guessed:
+                decode.token_ids.extend(guessed)
+                decode.positions.extend(range(first + 1, first + 1 + len(guessed)))
+                decode.table_rows.extend([running.table.row] * len(guessed))
+        chunks, prefill = self._chunks()
+        return self._hand_out(Plan(copies, sequences, decode, chunks, prefill, num_steps, drafts))
+
+    def _hand_out(self, plan: Plan) -> Plan:
+        self._planned = plan
         self._planned_at_s = time.perf_counter()
-        gauge("engine slots in use", len(sequences))
-        return self._planned
+        gauge("engine slots in use", len(self._running))
+        return plan
 
     def accept(self, plan: Plan, runs: list[Run]) -> list[Sequence]:
         """Take the tokens of each of `plan.drawn`; returns the completions that ended.
@@ -259,12 +291,14 @@ class Scheduler:
         if not num_running:
             return
         duration_s = time.perf_counter() - self._planned_at_s
+        if plan.is_computed:
+            num_running = len(self._running)  # the others' slots are in use too
         # In a single step, as on a CPU, each draws one token: counting them would take longer than the rest of this.
         num_drawn = num_running if plan.num_steps == 1 else sum(len(run[0]) for run in runs[:num_running])
         self.usage.add(
             duration_s,
             num_drawn / plan.num_steps,
-            num_steps=plan.num_steps,
+            num_steps=0 if plan.is_computed else plan.num_steps,
             others_wait=bool(self._queue or self._ready or self._prefilling),
             cache_is_full=num_running < self._num_slots and bool(self._ready or self._is_blocked),
         )
@@ -356,9 +390,12 @@ class Scheduler:
         self._cache.free(table)
 
     def _grow(self, running: _Running, num_tokens: int) -> list[BlockCopy]:
-        """Add cache slots for the tokens of this step."""
+        """Add cache slots for the tokens of this step. Slots of drafts that were wrong are there, and written again."""
         num_free = self._cache.num_free
-        copy = self._cache.append(running.table, num_tokens)
+        num_new = running.sequence.position - 1 + num_tokens - running.table.num_tokens
+        if num_new <= 0:
+            return []
+        copy = self._cache.append(running.table, num_new)
         taken = num_free - self._cache.num_free
         running.reserved -= taken
         self._reserved -= taken

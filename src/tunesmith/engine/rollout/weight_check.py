@@ -5,7 +5,7 @@ and train on the log-probs of another model.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,16 +51,31 @@ def largest_difference(decoder: Decoder, runner: CachedDecoder, check: Check) ->
         TrainingError: the trainer's own logits are not finite; the message names the layer.
     """
     ids = _fixed_tokens(decoder, check)
-    lengths = list(map(len, ids))
     trained_T = trained_logps(decoder, check)
     target_T = _targets(ids, decoder.architecture.device)
-    num_blocks = sum(map(blocks_for, lengths))
-    cache = KVCache(num_blocks, max_tokens=max(lengths), max_tables=len(ids))
-    storage = allocate_storage(cache_shape(decoder.architecture), num_blocks, decoder.architecture.device)
-    drawn_TH = torch.cat(_in_steps(runner, cache, storage, ids, check.step))
+    drawn_TH = _drawn_states(decoder, runner, check)
     drawn_T = score(runner.logits(drawn_TH), target_T, 1.0, kernels=decoder.kernels).logp_N
     require_rows(drawn_T.isfinite(), NOT_FINITE)
     return float((drawn_T.float() - trained_T.float()).abs().max())
+
+
+@torch.no_grad()
+def steps_are_alike(decoder: Decoder, runner: CachedDecoder) -> bool:
+    """True if logits of fixed tokens have the same bits token by token and several at a time."""
+    alone, together = (_drawn_states(decoder, runner, replace(FIRST_CHECK, step=step)) for step in (1, 5))
+    logits_TV = runner.logits(together)
+    rows = (runner.logits(row_H[None].repeat(runner.min_rows, 1))[0] for row_H in alone)
+    return all(torch.equal(row_V, logits_V) for row_V, logits_V in zip(rows, logits_TV, strict=True))
+
+
+def _drawn_states(decoder: Decoder, runner: CachedDecoder, check: Check) -> torch.Tensor:
+    """Hidden states `[T, H]` of the fixed tokens, by the engine over a cache of its own."""
+    ids = _fixed_tokens(decoder, check)
+    lengths = list(map(len, ids))
+    num_blocks = sum(map(blocks_for, lengths))
+    cache = KVCache(num_blocks, max_tokens=max(lengths), max_tables=len(ids))
+    storage = allocate_storage(cache_shape(decoder.architecture), num_blocks, decoder.architecture.device)
+    return torch.cat(_in_steps(runner, cache, storage, ids, check.step))
 
 
 @torch.no_grad()

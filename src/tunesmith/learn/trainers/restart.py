@@ -115,6 +115,7 @@ MAY_CHANGE = frozenset(
         "optimizer.learning_rate",
         "optimizer.head_learning_rate",
         "optimizer.max_refused_steps",
+        "rollout.drafts",
         "rollout.server_folder",
         "rollout.server_timeout_s",
         "rollout.server_url",

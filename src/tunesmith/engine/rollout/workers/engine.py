@@ -45,7 +45,8 @@ class Workers:
 
     `lease` is the largest number of completions that one is given at a time; one that gives no answer for longer than
     `timeout_s` seconds is killed and started again. With an `address` ("auto", or "HOST:PORT") they are actors of the
-    Ray cluster there, of which this machine is one; without, processes of this machine. `weights` are as of `Native`.
+    Ray cluster there, of which this machine is one; without, processes of this machine. `weights` and `drafts` are as
+    of `Native`.
 
     Raises:
         InputError: a number is too small.
@@ -57,16 +58,17 @@ class Workers:
     timeout_s: float = 600.0
     address: str | None = None
     weights: Weights = "model"
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         if min(self.count, self.num_threads, self.lease) < 1 or self.timeout_s <= 0:
             raise InputError(f"{self}: give at least 1 worker, 1 thread, 1 completion, and a time above 0")
 
     @classmethod
-    def of(cls, section: SamplingScaleSection, weights: Weights = "model") -> Self:
+    def of(cls, section: SamplingScaleSection, weights: Weights = "model", *, drafts: bool = True) -> Self:
         """Those of a recipe's section."""
         given = (section.workers, section.threads_per_worker, section.lease, section.timeout_s, section.address)
-        return cls(*given, weights)
+        return cls(*given, weights, drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +337,7 @@ class WorkerEngine:
             self._kv_cache_mb,
             self._workers.weights,
             self._is_trained,
+            self._workers.drafts,
         )
 
     def _look_again(self) -> None:

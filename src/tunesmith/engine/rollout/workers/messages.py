@@ -30,6 +30,7 @@ class Setup:
     kv_cache_mb: int | None
     weights: Weights
     is_trained: bool
+    drafts: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tunesmith.engine.kernels.native import Kernels
 from tunesmith.engine.models.fingerprint import fingerprint_of
 from tunesmith.engine.models.language_model import language_model
 from tunesmith.engine.rollout import weight_check
-from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.native_engine import Native, NativeEngine
 from tunesmith.engine.rollout.workers import weights
 from tunesmith.engine.rollout.workers.messages import (
     Draw,
@@ -124,7 +124,7 @@ class Worker:
             num_slots=setup.num_slots,
             kv_cache_mb=setup.kv_cache_mb,
             value_head=value_head,
-            weights=setup.weights,
+            settings=Native(setup.weights, setup.drafts),
             is_trained=setup.is_trained,
         )
 
