@@ -178,8 +178,10 @@ class NativeEngine:
         if not self.has_drafts or not self._can_draft:
             return None
         architecture = self._decoder.architecture
-        has_experts = any(isinstance(one, Stack) for one in projections(architecture))
-        return Drafts(self.memory, rows_for(self._weights, architecture.dtype, has_experts=has_experts))
+        linears = projections(architecture)
+        weights = "int8" if any(map(is_int8, linears)) else self._weights
+        has_experts = any(isinstance(one, Stack) for one in linears)
+        return Drafts(self.memory, rows_for(weights, architecture.dtype, has_experts=has_experts))
 
     def open_cache(self, num_slots: int, kv_cache_mb: int | None) -> OpenCache:
         """The current weights, packed, and a cache for `num_slots` whole contexts, or as much as `kv_cache_mb` MiB hold
