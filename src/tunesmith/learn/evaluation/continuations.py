@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tunesmith.base.core.trace import span
 from tunesmith.engine.models.language_model import FullForward, LanguageModel
 from tunesmith.engine.models.logprob import completion_scores
+from tunesmith.learn.evaluation.kept import KeptAnswers
 
 BATCH_TOKENS = 4096
 """Positions of a forward pass, unless one row has more."""
@@ -49,6 +50,7 @@ def likelihoods(
     *,
     batch_tokens: int = BATCH_TOKENS,
     on_progress: Callable[[int], object] = lambda _: None,
+    kept: KeptAnswers | None = None,
 ) -> list[Likelihood]:
     """The likelihood of each of `continuations`, in their order, at temperature 1.
 
@@ -56,15 +58,23 @@ def likelihoods(
     choices of a question, share it, as do contexts that begin alike, such as those with the same examples. Other
     backends pad, so rows of like length go together. `on_progress` is called with how many are scored.
 
+    A batch whose answers are `kept` is not computed again; as bits may depend on what else is in a batch, those of
+    other batches do not serve.
+
     Raises:
         ModelError: a context is empty.
     """
+    kept = kept or KeptAnswers()
     asked = Counter(continuations)
     found = {one: Likelihood(0.0, True) for one in asked if not one.ids}
     num_done = sum(asked[one] for one in found)
     with span("likelihoods"), torch.no_grad():
         for batch in _batches(model, [one for one in asked if one.ids], batch_tokens):
-            found.update(zip(batch, _scored(model, batch), strict=True))
+            key = kept.key("likelihoods", [(row.context_ids, row.ids) for row in batch])
+            if (answers := kept.get(key, len(batch))) is None:
+                answers = [(one.logp, one.is_greedy) for one in _scored(model, batch)]
+                kept.add(key, answers)
+            found.update(zip(batch, (Likelihood(*one) for one in answers), strict=True))
             num_done += sum(asked[one] for one in batch)
             on_progress(num_done)
     return [found[one] for one in continuations]
