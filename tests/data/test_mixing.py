@@ -101,7 +101,7 @@ def test_a_source_of_which_nothing_is_left_is_said(tmp_path: Path, caplog: pytes
     rare = {"name": "rare", "source": written(tmp_path / "b.jsonl", 40, start=500), "weight": 1e-9}
     data = sets_of(sources=[trained, rare], heldout_fraction=0.0)
     assert len(data.train) == 40 and "the weight 1e-09 of the source rare draws none of its pairs" in caplog.text
-    with pytest.raises(DataError, match="of 40 the weights of pairs.sources draw none; raise them"):
+    with pytest.raises(DataError, match=r"of 40 the weights of pairs\.sources draw none; raise them"):
         sets_of(sources=[rare], heldout_fraction=0.0)
 
 

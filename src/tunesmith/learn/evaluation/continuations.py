@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -71,7 +72,8 @@ def likelihoods(
     with span("likelihoods"), torch.no_grad():
         for batch in _batches(model, [one for one in asked if one.ids], batch_tokens):
             key = kept.key("likelihoods", [(row.context_ids, row.ids) for row in batch])
-            if (answers := kept.get(key, len(batch))) is None:
+            answers = cast("list[tuple[float, bool]] | None", kept.get(key, len(batch)))
+            if answers is None:
                 answers = [(one.logp, one.is_greedy) for one in _scored(model, batch)]
                 kept.add(key, answers)
             found.update(zip(batch, (Likelihood(*one) for one in answers), strict=True))

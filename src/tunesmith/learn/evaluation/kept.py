@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from transformers import PreTrainedTokenizerBase
+
 from tunesmith.base.config.yaml_text import is_list, is_mapping
 from tunesmith.base.core import faults
 from tunesmith.base.core.log import get_logger
@@ -19,7 +21,6 @@ from tunesmith.base.runs.environment import cpu_model, package_version
 from tunesmith.base.runs.folder import add_row
 from tunesmith.engine.models.fingerprint import fingerprint
 from tunesmith.engine.models.language_model import Decoder, LanguageModel
-from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 
 FILE = "benchmark_answers.jsonl"
 """In a run folder: a line for each part of an evaluation that was answered."""
@@ -106,23 +107,23 @@ def _read(file: Path) -> dict[str, list[Answer]]:
             row = json.loads(line)
         except ValueError:
             row = None
-        if (answers := _answers(row)) is None:
+        if (found := _answered(row)) is None:
             num_bad += 1
         else:
-            known[str(row["key"])] = answers
+            known[found[0]] = found[1]
     if num_bad:
         _log.warning("%s has %d damaged lines, which are asked again", file, num_bad)
     return known
 
 
-def _answers(row: object) -> list[Answer] | None:
-    """The answers of a line, or None if they are not as they were written."""
+def _answered(row: object) -> tuple[str, list[Answer]] | None:
+    """(key, answers) of a line, or None if they are not as they were written."""
     if not is_mapping(row):
         return None
-    stored = row.get("answers")
-    if not is_list(stored) or row.get("check") != _check(str(row.get("key")), stored):
+    key, stored = str(row.get("key")), row.get("answers")
+    if not is_list(stored) or row.get("check") != _check(key, stored):
         return None
-    return [one if isinstance(one, str) else (one[0], one[1]) for one in cast("list[Any]", stored)]
+    return key, [one if isinstance(one, str) else (one[0], one[1]) for one in cast("list[Any]", stored)]
 
 
 def _check(key: str, answers: object) -> int:
