@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
-
 from tunesmith.base.config.yaml_text import is_list, is_mapping
 from tunesmith.base.core import faults
 from tunesmith.base.core.log import get_logger
@@ -21,6 +19,7 @@ from tunesmith.base.runs.environment import cpu_model, package_version
 from tunesmith.base.runs.folder import add_row
 from tunesmith.engine.models.fingerprint import fingerprint
 from tunesmith.engine.models.language_model import Decoder, LanguageModel
+from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 
 FILE = "benchmark_answers.jsonl"
 """In a run folder: a line for each part of an evaluation that was answered."""
