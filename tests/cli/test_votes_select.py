@@ -16,7 +16,7 @@ from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem
 from tunesmith.collect.store.votes import VoteStore
 from tunesmith.engine.models.export import ModelCard, save_final
 from tunesmith.engine.models.heads import RewardModel
-from tunesmith.engine.models.load import load_reward_model, new_reward_model
+from tunesmith.engine.models.load import load_policy, load_reward_model, new_reward_model
 from tunesmith.learn.evaluation.reward_quality import head_rewards
 
 pytestmark = pytest.mark.usefixtures("own_logging")
@@ -175,6 +175,21 @@ def test_pairs_that_the_model_cannot_read_come_last(run: Run, folder: Path):
 def test_what_cannot_be_done_is_explained(run: Run, folder: Path, words: tuple[object, ...], part: str):
     code, _, err = run("--dir", folder, *words)
     assert code == 2 and part in err
+
+
+@pytest.mark.parametrize("selection", ["drts", "d_optimal"])
+def test_weights_that_are_not_finite_are_told_and_the_order_stays(
+    run: Run, folder: Path, tmp_path: Path, selection: str
+):
+    loaded = load_policy("tiny:llama")
+    with torch.no_grad():
+        next(loaded.model.parameters())[:] = float("nan")
+    loaded.model.save_pretrained(tmp_path / "nan")
+    loaded.tokenizer.save_pretrained(tmp_path / "nan")
+    assert run("--dir", folder, "--selection", "random")[0] == 0
+    code, _, err = run("--dir", folder, "--model", tmp_path / "nan", "--selection", selection)
+    assert code == 2 and "hidden states that are not finite" in err
+    assert {reason for _, reason in asked(folder)} == {"random"}
 
 
 def test_one_head_and_a_campaign_without_pairs_are_refused(run: Run, folder: Path, tmp_path: Path):

@@ -126,6 +126,9 @@ def test_all_problems_are_reported_at_once_with_path_and_origin(tmp_path: Path) 
         ("--modle", "model"),
         ("--rolout.top_p", "rollout.top_p"),
         ("--reward.2.wieght", "the list has 1 item"),
+        ("--reward.pessimism", "reward.0.pessimism"),
+        ("--reward.wieght", "reward.0.weight"),
+        ("--pessimism", "reward.0.pessimism"),
     ],
 )
 def test_a_misspelt_key_is_told_the_key_that_was_meant(flag: str, meant: str) -> None:

@@ -53,3 +53,9 @@ def test_earlier_weights_are_kept_and_a_source_of_one_kind_stays_as_it_is(caplog
     assert {one.weight for one in plain} == {0.75, 1.5}
     double = balanced([EncodedPreference(p.prompt_id, p.sequences, p.ranks, weight=2.0) for p in mixed], source_of)
     assert [one.weight for one in double] == [2 * one.weight for one in plain]
+
+
+def test_answers_of_one_length_are_said_to_need_no_balance(caplog: pytest.LogCaptureFixture) -> None:
+    pairs = [pair(f"{i}", 4 + i, 4 + i) for i in range(30)]
+    assert balanced(pairs, lambda _: "") == pairs
+    assert "equally long, so that nothing is to be balanced" in caplog.text

@@ -94,6 +94,17 @@ def test_sources_that_are_only_evaluated_on_lose_the_prompts_that_are_trained_on
     assert len(data.train) == 40 and not data.heldout
 
 
+def test_a_source_of_which_nothing_is_left_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = {"name": "mine", "source": written(tmp_path / "a.jsonl", 40)}
+    with pytest.raises(DataError, match=r"a\.jsonl: all prompts are trained on.*leave again out of pairs\.heldout_so"):
+        sets_of(sources=[trained], heldout_sources=[trained | {"name": "again"}], heldout_fraction=0.0)
+    rare = {"name": "rare", "source": written(tmp_path / "b.jsonl", 40, start=500), "weight": 1e-9}
+    data = sets_of(sources=[trained, rare], heldout_fraction=0.0)
+    assert len(data.train) == 40 and "the weight 1e-09 of the source rare draws none of its pairs" in caplog.text
+    with pytest.raises(DataError, match=r"of 40 the weights of pairs\.sources draw none; raise them"):
+        sets_of(sources=[rare], heldout_fraction=0.0)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

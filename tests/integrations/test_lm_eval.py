@@ -10,6 +10,8 @@ import importlib.util
 import json
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +28,7 @@ from benchmarks import harness
 from tunesmith import train
 from tunesmith.apps.cli.main import main
 from tunesmith.base.core.errors import InputError
+from tunesmith.base.core.faults import VARIABLE
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel
 
@@ -203,6 +206,41 @@ def test_a_run_and_its_base_are_in_one_table_kept_with_the_run(
     out = capsys.readouterr().out
     assert "standard error" in out and "difference" not in out
     assert len((run / "benchmarks.jsonl").read_text().splitlines()) == 2
+
+
+@needs_lm_eval
+def test_a_killed_evaluation_of_a_run_goes_on_to_the_same_figures(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taught = [{"prompt": f"Question: What colour is {a}?\nAnswer:", "completion": f" {b}"} for a, b in COLOURS.items()]
+    run = train.sft(
+        model="tiny:llama",
+        demonstrations=taught,
+        steps=2,
+        **{"run.dir": str(tmp_path / "runs"), "demonstrations.heldout_fraction": 0},
+    ).run_dir
+    undisturbed = shutil.copytree(run, tmp_path / "undisturbed")
+    words = ["--tasks", "all_colours,sums,reviews", "--include-path", str(folder), "--json"]
+
+    def rows_of(asked: Path, *more: str) -> object:
+        capsys.readouterr()
+        assert main(["eval", str(asked), *words, *more]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+
+    path = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+    file, num_lines = run / "benchmark_answers.jsonl", [0]
+    for visit in (2, 3, 9):  # in the first texts, in those of perplexity or choices, in the second model
+        environment = {**os.environ, "PYTHONPATH": path, VARIABLE: f"evaluation/answered:kill:{visit}"}
+        command = [sys.executable, "-m", "tunesmith", "eval", str(run), *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+        num_lines.append(len(file.read_text().splitlines()))
+        assert num_lines[-1] - num_lines[-2] == visit - 1  # what was answered before is not answered again
+    expected = rows_of(undisturbed)
+    assert rows_of(run) == expected
+    whole = file.read_bytes()
+    assert rows_of(run) == expected and file.read_bytes() == whole
+    assert rows_of(run, "--limit", "4") == rows_of(undisturbed, "--limit", "4") != expected  # other questions
 
 
 @needs_lm_eval

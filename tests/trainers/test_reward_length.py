@@ -1,5 +1,6 @@
 """Reward models that do not learn length, learn smoothed votes, or have the mean of their last weights."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,13 @@ def test_settings_without_effect_or_meaning_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="needs pairs"):
             cfg = reward_recipe(tmp_path, reward_model=section, pairs={"rankings": "plackett_luce"})
             Started(cfg, pairs=rows)
+
+
+def test_answers_of_one_length_leave_the_length_head_without_a_task(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"q{i}", "chosen": " aa", "rejected": " bb"} for i in range(6)]
+    cfg = reward_recipe(tmp_path, reward_model={"length": {"method": "odin"}}, run={"steps": 2})
+    result = training(cfg, pairs=rows)
+    assert "the length head has nothing to learn" in caplog.text
+    assert all(math.isfinite(value) for row in result.metrics for value in row.values())

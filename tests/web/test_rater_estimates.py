@@ -91,6 +91,10 @@ def test_the_pages_show_it(serve, visit, stored):
         page.reload()
     row = page.locator("#rows tr", has_text="Grace")
     assert " % to " in row.inner_text()
+    notes = row.locator("td.words")  # as long as they are, the button behind them stays in sight
+    notes.evaluate("one => { one.textContent = 'the left answer in 60 of 60 votes; '.repeat(5) }")
+    last = row.get_by_role("button").bounding_box()
+    assert last is not None and last["x"] + last["width"] < page.evaluate("innerWidth")
     assert faults_of(page) == []
     page.goto(f"{server.url}/votes")
     page.get_by_text("How your votes are understood", exact=True).click()

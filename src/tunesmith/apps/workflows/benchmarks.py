@@ -15,6 +15,7 @@ from tunesmith.engine.models.load import load_policy
 from tunesmith.integrations.lm_eval.model import TunesmithLM
 from tunesmith.integrations.lm_eval.tasks import Tasks, TaskSettings
 from tunesmith.learn.evaluation.benchmarks import BenchmarkRow, Figure, benchmark_rows
+from tunesmith.learn.evaluation.kept import FILE as ANSWERS
 from tunesmith.observe.reports.benchmark_figures import FILE
 from tunesmith.observe.reports.html import write_run_report
 
@@ -64,19 +65,24 @@ def run_benchmarks(
 ) -> Benchmarks:
     """The figures of the model named `after`, and of `before` if it is given, one model in memory at a time.
 
+    If `after` is a run, the answers of both are kept in its folder, and those that are there serve again.
+
     Raises:
         InputError: a model or task cannot be used.
     """
     tasks = Tasks(settings)
+    run = Path(after).expanduser()
+    kept = run / ANSWERS if is_run(run) else None
     found: list[list[Figure]] = []
     for name in filter(None, (before, after)):
         loaded_tasks = tasks.load()  # before the model, which takes longer
         loaded = load_policy(ModelSection(name=name, dtype=dtype, trust_remote_code=trust_remote_code))
         _log.info("%s", name)
-        lm = TunesmithLM(loaded, seed=seed, shows_progress=shows_progress)
+        lm = TunesmithLM(loaded, seed=seed, shows_progress=shows_progress, kept=kept)
         tasks.check(lm, loaded_tasks)
         found.append(tasks.evaluate(lm, loaded_tasks))
-    run = Path(after).expanduser()
+        if lm.kept.num_found:
+            _log.info("%d answers of %s were in %s from before", lm.kept.num_found, name, kept)
     steps = number(read_object(run / "result.json").get("steps")) if is_run(run) else None
     rows = benchmark_rows(found[-1], found[0] if before is not None else None, seed=seed)
     return Benchmarks(after, before, None if steps is None else int(steps), settings, rows)

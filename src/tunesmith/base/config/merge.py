@@ -1,5 +1,6 @@
 """Laying recipe, file and command line over the defaults, keeping the origin of each value and all problems."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -200,13 +201,15 @@ def _scalar(value: object) -> object:
 
 
 def _section_at(schema: type[Section], path: str) -> list[str]:
-    """Full paths of the siblings of the unknown key `path`."""
+    """Full paths of the siblings of the unknown key `path`; where an index is missing, those of the first entry."""
     prefix = ""
-    for part in path.split(".")[:-1]:
+    parts = path.split(".")
+    for part, behind in itertools.pairwise(parts):
         info = schema.model_fields.get(part)
-        nested = (section_of(info.annotation) or section_of(item_of(info.annotation))) if info else None
+        item = section_of(item_of(info.annotation)) if info else None
+        nested = section_of(info.annotation) or item if info else None
         if nested:
-            schema, prefix = nested, f"{prefix}{part}."
+            schema, prefix = nested, f"{prefix}{part}." + ("0." if item and not behind.isdigit() else "")
         elif part.isdigit():
             prefix += f"{part}."
         else:

@@ -29,6 +29,8 @@ def balanced(
     for place, pair in enumerate(pairs):
         if not pair.is_tie and _difference(pair) != 0:
             places.setdefault(source_of(pair), []).append(place)
+    if not places:
+        _log.warning("the answers to each prompt are equally long, so that nothing is to be balanced")
     for name, own in places.items():
         own.sort(key=lambda place: (abs(_difference(pairs[place])), place))
         bins = _bins([_difference(pairs[place]) > 0 for place in own])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tunesmith.base.config.sections import PairsSource
+from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import derive
 from tunesmith.base.schema.records import Pair, Ranking
@@ -66,6 +67,9 @@ def mixed(
 ) -> Mixed:
     """The items of `named_rows`, each as often as its source's weight says: 2.5 is twice, and once more for the half of
     the prompts that `seed` draws. `prompt_of` is the key of an item's prompt by its id.
+
+    Raises:
+        DataError: the weights are so small that no pair is drawn.
     """
     weights = {one.name: one.weight for one in sources}
     found: list[EncodedPreference] = []
@@ -77,6 +81,14 @@ def mixed(
         for repeat in range(int(whole) + is_drawn):
             found.append(item)
             repeats.append(repeat)
+    if items and not found:
+        raise DataError(
+            f"no pairs are left to train on: of {len(items)} the weights of pairs.sources draw none; raise them"
+        )
+    left = {source_of(item.prompt_id) for item in found}
+    for name in dict.fromkeys(source_of(item.prompt_id) for item in items):
+        if name not in left:
+            _log.warning("the weight %g of the source %s draws none of its pairs to train on", weights[name], name)
     return Mixed(found, repeats)
 
 
@@ -100,7 +112,7 @@ def elsewhere(
     """The pairs of `sources`, without those of prompts that `trained` has.
 
     Raises:
-        DataError: a source cannot be read, or has bad rows and not `skips` them.
+        DataError: a source cannot be read, has bad rows and not `skips` them, or has no prompt that is not trained on.
     """
     keys = {prompt_key(row) for row in trained} if sources else set[str]()
     items: list[EncodedPreference] = []
@@ -109,6 +121,11 @@ def elsewhere(
         bad = BadRows(skip=skips)
         rows = named_rows([one], load, bad, seed)
         unseen = [row for row in rows if prompt_key(row) not in keys]
+        if not unseen:
+            raise DataError(
+                f"{one.source}: all prompts are trained on, so that nothing is left to evaluate on; leave "
+                f"{one.name} out of pairs.heldout_sources, or name another source"
+            )
         if len(unseen) < len(rows):
             _log.info("%s: %d rows are left out, whose prompts are trained on", one.name, len(rows) - len(unseen))
         items += as_pairs(encode(unseen, bad))

@@ -112,6 +112,9 @@ class Inbox:
                 if self._stopping.is_set():
                     return
                 answer = {"error": str(error)}
+            except (KeyError, StopIteration, TypeError, ValueError) as error:
+                # Whoever handed it over waits for an answer.
+                answer = {"error": f"{path} is damaged or of another release, and cannot be done ({error!r})"}
             _put(path.with_suffix(".result"), answer)
             path.unlink(missing_ok=True)
             path.with_suffix(".progress").unlink(missing_ok=True)

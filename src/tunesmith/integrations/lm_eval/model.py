@@ -1,6 +1,7 @@
 """A model of lm-eval that computes by exact forward passes and draws by the rollout engine."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -24,6 +25,8 @@ from tunesmith.engine.models.loaded import LoadedModel
 from tunesmith.engine.models.tokenizer import encode_prompt, encode_rendered
 from tunesmith.engine.rollout.factory import open_engine
 from tunesmith.learn.evaluation.continuations import Continuation, likelihoods
+from tunesmith.learn.evaluation.kept import KeptAnswers, identity
+from tunesmith.learn.evaluation.texts import kept_texts
 
 DEFAULT_NEW_TOKENS = 256
 """Of a task that names no limit; the same as of lm-eval's own models."""
@@ -37,20 +40,24 @@ class TunesmithLM(TemplateLM):
 
     Log-likelihoods are those of the trainer's forward pass in float32, with contexts that several continuations share
     computed once; texts are drawn by the native engine, all of a task at once. Contexts that are too long lose their
-    beginning, as with lm-eval's own models. `seed` is of tasks that sample.
+    beginning, as with lm-eval's own models. `seed` is of tasks that sample. Answers are kept in the file `kept`, and
+    those that are there are not computed again.
 
     Example:
         >>> lm = TunesmithLM(load_policy("smollm2"))
         >>> lm_eval.simple_evaluate(model=lm, tasks=["arc_easy"])["results"]
     """
 
-    def __init__(self, loaded: LoadedModel, *, seed: int = 0, shows_progress: bool = False) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, seed: int = 0, shows_progress: bool = False, kept: Path | None = None
+    ) -> None:
         super().__init__()
         self.tokenizer = loaded.tokenizer
         self._model = language_model(loaded.model)
         self._engine = open_engine(self._model, loaded.tokenizer)
         self._seed = seed
         self._shows_progress = shows_progress
+        self.kept = KeptAnswers(kept, "" if kept is None else identity(self._model, loaded.tokenizer))
 
     @property
     def eot_token_id(self) -> int:
@@ -101,7 +108,7 @@ class TunesmithLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         rows = [self._continuation(context, ids) for _, context, ids in requests]
         with progress("likelihoods", len(rows), enabled=self._shows_progress) as reporter:
-            found = likelihoods(self._model, rows, on_progress=reporter.update)
+            found = likelihoods(self._model, rows, on_progress=reporter.update, kept=self.kept)
         answers = [(one.logp, one.is_greedy) for one in found]
         for request, answer in zip(requests, answers, strict=True):
             if (texts := request[0]) is not None:
@@ -146,14 +153,16 @@ class TunesmithLM(TemplateLM):
         with progress("texts", len(requests), enabled=self._shows_progress) as reporter:
             num_done = 0
             for sampling, places in settings.values():
-                drawn = self._engine.generate(
-                    [self._prompt(requests[place].args[0], sampling.max_new_tokens) for place in places],
-                    1,
+                prompts = [self._prompt(requests[place].args[0], sampling.max_new_tokens) for place in places]
+                drawn = kept_texts(
+                    self._engine,
+                    prompts,
                     sampling,
-                    on_progress=lambda done, _, before=num_done: reporter.update(before + done),
+                    self.kept,
+                    on_progress=lambda done, before=num_done: reporter.update(before + done),
                 )
-                for place, group in zip(places, drawn, strict=True):
-                    texts[place] = group.completions[0].text
+                for place, text in zip(places, drawn, strict=True):
+                    texts[place] = text
                 num_done += len(places)
         self._engine.unload()
         for request, text in zip(requests, texts, strict=True):

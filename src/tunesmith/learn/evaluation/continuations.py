@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tunesmith.base.core.trace import span
 from tunesmith.engine.models.language_model import FullForward, LanguageModel
 from tunesmith.engine.models.logprob import completion_scores
+from tunesmith.learn.evaluation.kept import KeptAnswers
 
 BATCH_TOKENS = 4096
 """Positions of a forward pass, unless one row has more."""
@@ -49,6 +51,7 @@ def likelihoods(
     *,
     batch_tokens: int = BATCH_TOKENS,
     on_progress: Callable[[int], object] = lambda _: None,
+    kept: KeptAnswers | None = None,
 ) -> list[Likelihood]:
     """The likelihood of each of `continuations`, in their order, at temperature 1.
 
@@ -56,15 +59,24 @@ def likelihoods(
     choices of a question, share it, as do contexts that begin alike, such as those with the same examples. Other
     backends pad, so rows of like length go together. `on_progress` is called with how many are scored.
 
+    A batch whose answers are `kept` is not computed again; as bits may depend on what else is in a batch, those of
+    other batches do not serve.
+
     Raises:
         ModelError: a context is empty.
     """
+    kept = kept or KeptAnswers()
     asked = Counter(continuations)
     found = {one: Likelihood(0.0, True) for one in asked if not one.ids}
     num_done = sum(asked[one] for one in found)
     with span("likelihoods"), torch.no_grad():
         for batch in _batches(model, [one for one in asked if one.ids], batch_tokens):
-            found.update(zip(batch, _scored(model, batch), strict=True))
+            key = kept.key("likelihoods", [(row.context_ids, row.ids) for row in batch])
+            answers = cast("list[tuple[float, bool]] | None", kept.get(key, len(batch)))
+            if answers is None:
+                answers = [(one.logp, one.is_greedy) for one in _scored(model, batch)]
+                kept.add(key, answers)
+            found.update(zip(batch, (Likelihood(*one) for one in answers), strict=True))
             num_done += sum(asked[one] for one in batch)
             on_progress(num_done)
     return [found[one] for one in continuations]

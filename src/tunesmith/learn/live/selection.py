@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from tunesmith.base.config.algorithms.live import LiveSelectionSection
+from tunesmith.base.core.errors import ModelError
 from tunesmith.base.core.seeds import derive
 from tunesmith.base.core.trace import span
 from tunesmith.collect.data.answers import Answer, collate_answers
@@ -186,7 +187,7 @@ class Selection:
 
     @torch.no_grad()
     def compute(self, answers: Sequence[Answer]) -> None:
-        """Compute the features of `answers`, which are not in the cache."""
+        """Compute the features of `answers`, which are not in the cache. Raises ModelError if they are not finite."""
         order = sorted(answers, key=lambda one: (one.prompt_ids, one.completion_ids))
         for part in chunks(order, _ANSWERS_PER_PASS):
             batch = collate_answers(part, range(len(part)))
@@ -197,6 +198,11 @@ class Selection:
             states_NH = trunk_states(module, self.model.decoder, ids_BS, lengths_B.to(device), *places_N).float().cpu()
             sums_BH = torch.zeros(len(part), states_NH.shape[1]).index_add_(0, row_N, states_NH)
             mean_BH = sums_BH / (lengths_B - prompt_lengths_B).clamp(min=1)[:, None]
+            if not mean_BH.isfinite().all():
+                raise ModelError(
+                    "the language model that pairs are chosen by has hidden states that are not finite, so its weights "
+                    "may be damaged; get it again, or choose at random"
+                )
             for index, states_H in zip(batch.answer_B.tolist(), mean_BH, strict=True):
                 self.features[part[index]] = states_H.clone()
 

@@ -270,6 +270,9 @@ class RewardTask:
             encode=self.model.encode,
             weigh=self.raters,
         )
+        lengths = {length for item in self.data.train for length in item.answer_lengths}
+        if cfg.reward_model.length.method == "odin" and len(lengths) == 1:
+            _log.warning("all answers are equally long, so that the length head has nothing to learn")
         if cfg.reward_model.length.method == "balanced":
             self.data = replace(self.data, train=balanced(self.data.train, self.data.source_of))
         self.prompts = Groups(self.data.groups)

@@ -61,11 +61,12 @@ const range = (share) => (share ? `${percent(share.value)} (${percent(share.low)
 
 function row(rater, stats, estimate) {
   const worth = estimate?.effective?.toFixed(0) ?? "";
-  const known = [range(estimate?.reliability), worth, estimate?.notes.join("; ") ?? ""];
+  const known = [range(estimate?.reliability), worth];
   const cells = [rater.name, roleOf(rater), stats?.num_votes ?? 0, percent(stats?.left.share), percent(stats?.gold_accuracy), ...known];
   const button = html("button", { type: "button", "aria-label": `End the access of ${rater.name}` }, "End access");
   button.addEventListener("click", () => end(rater));
-  return html("tr", {}, ...cells.map((text) => html("td", {}, text)), html("td", {}, rater.is_disabled ? "ended" : button));
+  const notes = html("td", { class: "words" }, estimate?.notes.join("; ") ?? "");
+  return html("tr", {}, ...cells.map((text) => html("td", {}, text)), notes, html("td", {}, rater.is_disabled ? "ended" : button));
 }
 
 async function end(rater) {
