@@ -85,7 +85,8 @@ class Drawer(Closeable):
 
     def __init__(self, log: Path, *, stays: bool = False, weights: Weights = "model") -> None:
         self._log_file = log
-        self._command = command(stays=stays, weights=weights)
+        self._stays = stays
+        self._weights: Weights = weights
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._process: _Process | None = None
@@ -150,7 +151,7 @@ class Drawer(Closeable):
                 with self._log_file.open("w", encoding="utf-8") as log:
                     # A session of its own: Ctrl-C is for the server, which ends the process.
                     popen = subprocess.Popen(
-                        self._command,
+                        command(stays=self._stays, weights=self._weights),
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,
