@@ -55,6 +55,7 @@ class Training(Contender):
         """Differences of log-probs and times of the steps, and the peak of memory."""
         values = dict(self._settings)
         algorithm, values["progress"] = values.pop("algorithm"), False
+        self.peak()  # that of the process that started this one
         with tempfile.TemporaryDirectory() as place:
             done = getattr(train, algorithm)(**values, **{"run.dir": place})
             rows: list[dict[str, Any]] = list(read_jsonl(done.run_dir / "metrics.jsonl"))
@@ -62,8 +63,11 @@ class Training(Contender):
             "logp_diff_max": max(row["rollout/logp_diff_max"] for row in rows),
             "step_s": median(row["time/step_s"] for row in rows),
             "rollout_s": median(row["time/rollout_s"] for row in rows),
+            "reference_s": median(row.get("time/reference_s", 0.0) for row in rows),
+            "forward_s": median(row["time/update/forward_s"] for row in rows),
+            "backward_s": median(row["time/update/backward_s"] for row in rows),
             "reward": fmean(row["reward"] for row in rows[-5:]),
-            "peak_gb": max(row["memory/peak_rss_gb"] for row in rows),
+            "peak_gb": self.peak(),
         }
 
 

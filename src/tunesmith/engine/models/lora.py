@@ -28,7 +28,7 @@ from tunesmith.engine.models.architecture import (
     weight_of,
 )
 from tunesmith.engine.models.decoder import Decoder
-from tunesmith.engine.models.int8_base import has_int8_base, round_base, unround
+from tunesmith.engine.models.int8_base import has_int8_base, int8_tensors, round_base, unround
 
 ADAPTER = "default"
 """PEFT's name for the one adapter of a model."""
@@ -129,6 +129,10 @@ def hold_base_in_int8(model: PreTrainedModel, name: str) -> None:
             "set model.lora.rank, or leave model.base out"
         )
     round_weights(model, "model.base", name)
+    rounded = int8_tensors(model)
+    for parameter in model.parameters():
+        if id(parameter) not in rounded:  # one tensor that still lies in the mapped file keeps all of it in memory
+            parameter.data = parameter.data.clone()
     model.adapter_base = replace(base_of(model), is_int8=True)  # type: ignore[assignment]
 
 
