@@ -208,7 +208,7 @@ main = benchmark(
     seeds={"type": int, "default": 3, "metavar": "N", "help": "seeds, from --seed on"},
     accuracy={"type": float, "default": 0.85, "metavar": "SHARE", "help": "share of votes that are right"},
     steps={"type": int, "default": 20, "metavar": "N", "help": "steps of self-distillation"},
-    learning_rate={"type": float, "default": 5e-5, "metavar": "R", "help": "of both parts"},
+    learning_rate={"type": float, "default": 3e-4, "metavar": "R", "help": "of both parts"},
     self_weights={"choices": ("current", "initial", "ema"), "default": "initial", "help": "of the teacher"},
     pairs={"type": int, "default": 200, "metavar": "N", "help": "pairs that are compared, for each arm and seed"},
 )

@@ -113,7 +113,7 @@ class ModelSection(Section):
     lora: LoraSection = LoraSection()
     base: Weights = "model"
     """The frozen weights under adapters: as the model has them, or rounded to 8 bits when it is loaded, which halves
-    their memory and makes products faster; trainer and native engine compute the same numbers with them. On a CPU."""
+    their memory; trainer and native engine compute the same numbers with them, from one copy. On a CPU."""
     reference: Weights = "model"
     """The frozen copy that a policy's KL, or DPO, refers to: as the model is, or with products in 8 bits, which is
     faster and a little off: with SmolLM2 its KL to the exact one is 0.009 nats a token. On a CPU."""
