@@ -18,13 +18,13 @@ from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import InputError, TrainingError
 from tunesmith.base.core.trace import span, trace
 from tunesmith.base.schema.records import Prompt
+from tunesmith.base.schema.weights import Weights
 from tunesmith.collect.data.prompts import load_prompts
 from tunesmith.engine.batch.rollout import SamplingParams
 from tunesmith.engine.models.language_model import language_model
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.loaded import LoadedModel
 from tunesmith.engine.rollout.native_engine import Native, NativeEngine
-from tunesmith.engine.rollout.runner import Weights
 
 _TEXTS = (
     "The harbor of Lindholm was build in 1871 for fishing boats. Today the ferry to the islands leave from there twice "

@@ -14,6 +14,9 @@ from tunesmith.apps.cli.output import Output, reporting
 from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.core.extras import naming_extras
 
+GgufType = Literal["bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+"""Types of the weights in a GGUF file."""
+
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -29,10 +32,7 @@ class ExportOptions:
     run: Annotated[str, Positional, flag("A run folder.", "RUN")]
     dest: Annotated[str, Positional, flag("New or empty folder; for GGUF a file or folder, or RUN/gguf.", "DEST")] = ""
     format: Annotated[Literal["folder", "gguf"], flag("What is written.")] = "folder"
-    type: Annotated[
-        Literal["bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"],
-        flag("Of the weights in a GGUF file."),
-    ] = "bf16"
+    type: Annotated[GgufType, flag("Of the weights in a GGUF file.")] = "bf16"
     lora: Annotated[bool, flag("Adapters as a LoRA GGUF; without it, merged into their base.")] = False
     license: Annotated[str, flag("Licence in a GGUF file; without it, the base model's, if it is known.", "NAME")] = ""
     overwrite: Annotated[bool, flag("Replace a GGUF file and its Modelfile.")] = False

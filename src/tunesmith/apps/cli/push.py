@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tunesmith.apps.cli.export import check_layout, final_folder
+from tunesmith.apps.cli.export import GgufType, check_layout, final_folder
 from tunesmith.apps.cli.options import Positional, flag, parse
 from tunesmith.apps.cli.output import reporting, wants_progress
 
@@ -25,7 +25,7 @@ class PushOptions:
     public: Annotated[bool, flag("Everybody may see it.")] = False
     adapters: Annotated[bool, flag("Adapters alone; without it, merged into their base.")] = False
     gguf: Annotated[
-        Literal["", "bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"],
+        Literal["", GgufType],
         flag("Add a GGUF file with weights of this type, and a Modelfile for Ollama."),
     ] = ""
     base: Annotated[

@@ -49,7 +49,7 @@ def published_card(
 
 
 def _training(run: Path, about: About) -> str:
-    """What the model was trained from, on, how and with what, as a list."""
+    """A list of what the model was trained from, on, how and with."""
     packages = read_object(run / "environment.json").get("packages")
     version = packages.get("tunesmith") if is_mapping(packages) else None
     root = f"[{about.root}](https://huggingface.co/{about.root})" if about.root else f"`{about.base}`"

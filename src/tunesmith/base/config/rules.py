@@ -69,9 +69,6 @@ NO_KL_YET = ONE_UPDATE.replace(NO_RATIO, "the KL to the old policy is 0")
 _NO_LORA = "model.lora.rank is 0, which trains the weights themselves; set the rank, or leave this out"
 
 
-NO_REFERENCE = Rule("model.reference", lambda _: True, "this training has no reference; leave this out")
-
-
 COMMON: tuple[Rule, ...] = (
     Rule("model.lora.*", is_("model.lora.rank", 0), _NO_LORA, "model.lora.rank"),
     Rule(
@@ -143,12 +140,7 @@ SAMPLING: tuple[Rule, ...] = (
         "rollout.backend is transformers, whose limit is rollout.batch_size; set that one",
     ),
     Rule(
-        "rollout.weights",
-        is_not("rollout.backend", "native"),
-        "it is for rollout.backend native; set that, or leave this out",
-    ),
-    Rule(
-        "rollout.drafts",
+        "rollout.weights rollout.drafts",
         is_not("rollout.backend", "native"),
         "it is for rollout.backend native; set that, or leave this out",
     ),
@@ -248,6 +240,7 @@ def policy_rules(section: str) -> tuple[Rule, ...]:
 
 
 NO_HEAD = Rule("optimizer.head_learning_rate", always, "this algorithm has no value or reward head; leave this out")
+NO_REFERENCE = Rule("model.reference", always, "this training has no reference; leave this out")
 ACCURACY = Rule(
     "evaluation.num_prompts evaluation.completions_per_prompt",
     is_("evaluation.correct_at", None),

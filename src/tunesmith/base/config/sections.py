@@ -115,8 +115,9 @@ class ModelSection(Section):
     """The frozen weights under adapters: as the model has them, or rounded to 8 bits when it is loaded, which halves
     their memory; trainer and native engine compute the same numbers with them, from one copy. On a CPU."""
     reference: Weights = "model"
-    """The frozen copy that a policy's KL, or DPO, refers to: as the model is, or with products in 8 bits, which is
-    faster and a little off: with SmolLM2 its KL to the exact one is 0.009 nats a token. On a CPU."""
+    """The frozen copy that a policy's KL or DPO refers to, or that is its own teacher: as the model is, or with
+    products in 8 bits, which is faster and a little off: with SmolLM2 its KL to the exact one is 0.009 nats a token. On
+    a CPU."""
     seed: Seed = 0
     """Seed of random weights, for `scratch` and `tiny:<family>`."""
     trust_remote_code: bool = False

@@ -113,7 +113,7 @@ def check_loaded(model: PreTrainedModel, facts: GgufFacts) -> None:
 
 
 def _set_windows(fields: Any, values: Mapping[str, Any]) -> None:
-    """Which layers have a sliding window, where the file says so."""
+    """Set the layers that have a sliding window, where the file says so."""
     pattern = values.get("attention.sliding_window_pattern")
     if isinstance(pattern, int) and not isinstance(pattern, bool):
         pattern = [index % pattern < pattern - 1 for index in range(fields.num_hidden_layers)]

@@ -9,6 +9,7 @@ Shape legend: T tokens, I inputs, O outputs.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ from tunesmith.engine.models.architecture import (
 
 class Int8Linear(nn.Module):
     """A frozen linear map in 8 bits. Maps of one input, such as those of queries, keys and values, lie in one weight,
-    the parameters `numbers` and `scales` of all of them, of which this one has the outputs from `first` on.
+    the parameters `numbers` and `scales` of all of them, of which this one has the outputs from `first` on. They are
+    parameters in `weight` already.
+
     `turns_neighbours` is the order of rotary positions of its model, which was proved before it was rounded: a proof
     compares two computations, and what rounds their inputs to 8 bits enlarges their distance.
     """
@@ -39,8 +42,7 @@ class Int8Linear(nn.Module):
     def __init__(self, module: nn.Module, weight: PackedInt8, first: int, *, turns_neighbours: bool) -> None:
         super().__init__()
         self.turns_neighbours = turns_neighbours
-        self.numbers = nn.Parameter(weight.numbers, requires_grad=False)
-        self.scales = nn.Parameter(weight.scales, requires_grad=False)
+        self.numbers, self.scales = weight.numbers, weight.scales
         self.bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
         self.first, self.out_features, self.in_features = first, output_size(module), weight.num_inputs
         self.was_transposed = isinstance(module, Conv1D)
@@ -53,7 +55,7 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """What the 8 bits stand for, `[O, I]` in the dtype of the model, made anew each time; without a gradient."""
+        """The weight that the 8 bits stand for, `[O, I]` in the dtype of the model: made anew each time, no grad."""
         return unpacked(self.packed)[self.first : self.first + self.out_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,12 +66,12 @@ class Int8Linear(nn.Module):
 
     def plain(self) -> nn.Module:
         """A map of the dtype of the model with the weight that the 8 bits stand for, of the kind that it was."""
-        weight_OI, has_bias = self.weight.clone(), self.bias is not None
+        weight_OI = self.weight.clone()
         if self.was_transposed:
             made: Any = Conv1D(self.out_features, self.in_features)
             weight_OI = weight_OI.t().contiguous()
         else:
-            made = nn.Linear(self.in_features, self.out_features, bias=has_bias, device="meta")
+            made = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         made.weight = nn.Parameter(weight_OI, requires_grad=False)
         made.bias = self.bias
         return made
@@ -126,15 +128,17 @@ def round_base(model: PreTrainedModel, architecture: Architecture) -> None:
     for projection in projections:
         weight_OI = torch.cat([weight_of(module) for module in projection.modules])
         packed, first = pack(weight_OI, kernels=shared("auto")), 0
-        held: Int8Linear | None = None
+        held = replace(packed, numbers=_frozen(packed.numbers), scales=_frozen(packed.scales))
         for module in projection.modules:
-            rounded = Int8Linear(module, packed, first, turns_neighbours=turns)
-            if held is not None:
-                rounded.numbers, rounded.scales = held.numbers, held.scales
-            held, first = held or rounded, first + output_size(module)
+            rounded = Int8Linear(module, held, first, turns_neighbours=turns)
+            first += output_size(module)
             parent, name = places[id(module)]
             setattr(parent, name, rounded.train(module.training))
             module.register_parameter("weight", None)  # the architecture still holds the module
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 @torch.no_grad()

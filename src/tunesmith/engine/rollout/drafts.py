@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tunesmith.engine.rollout.runner import Runner, StepOutput, Weights
+from tunesmith.base.schema.weights import Weights
+from tunesmith.engine.rollout.runner import Runner, StepOutput
 from tunesmith.engine.rollout.scheduler import Plan
 from tunesmith.engine.rollout.sequence import Sequence
 
@@ -130,7 +131,7 @@ class Memory:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What is known of a running completion: its `tokens`, those of the prompt included, and the guess of the next one,
+    """A running completion: its `tokens`, those of the prompt included, and the guess of the next one,
     `text[behind]`, behind `length` equal tokens. `rows` are computed for the tokens `guessed`, from `used` on.
     """
 

@@ -134,7 +134,7 @@ class NativeEngine:
         self._packed: tuple[int, Fingerprint] | None = None  # the runner's weights; None: pack and check again
         self._is_exact: bool | None = None  # None: not measured yet
         self.has_drafts = settings.drafts
-        """Whether tokens are guessed, from the next call on."""
+        """True if tokens are guessed, from the next call on."""
         self.drafts: Drafts | None = None
         """Guesses of the last call, for their counts."""
         self.memory = Memory()

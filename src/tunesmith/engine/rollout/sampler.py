@@ -112,6 +112,7 @@ class Sampler:
     def _settings_for(self, drawn: Sequence[DrawnSequence], requests: Sequence[RequestSampling]) -> SampleSettings:
         """The settings of each row, which are made again only when others are needed."""
         rows = [(sequence.request, sequence.masks_stop_ids) for sequence in drawn]
+        is_fixed = all(one.bias_is_fixed for one in requests)
         if self._settings is None or rows != self._settings_of:
             given = [one.sampling for one in requests]
             numbers = [(one.temperature, one.top_p, one.min_p, one.repetition_penalty) for one in given]
@@ -119,11 +120,9 @@ class Sampler:
             top_k_B = torch.tensor([one.top_k for one in given])
             self._settings = SampleSettings(temperature_B, top_k_B, top_p_B, min_p_B, penalty_B)
             self._settings_of = rows
-            if all(one.bias_is_fixed for one in requests):
+            if is_fixed:
                 self._settings = self._biased(self._settings, drawn, requests)
-        if all(one.bias_is_fixed for one in requests):
-            return self._settings
-        return self._biased(self._settings, drawn, requests)
+        return self._settings if is_fixed else self._biased(self._settings, drawn, requests)
 
     def _biased(
         self, settings: SampleSettings, drawn: Sequence[DrawnSequence], requests: Sequence[RequestSampling]

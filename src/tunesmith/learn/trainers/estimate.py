@@ -66,7 +66,7 @@ def training_estimate(
     reference.
     """
     num_all, num_trained = model.num_parameters(), _num_trained(model)
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    weight_bytes = _weight_bytes(model)
     memory = {
         "weights": weight_bytes,
         "optimizer": _optimizer_bytes(model, num_trained, cfg),
@@ -110,7 +110,7 @@ def policy_estimate(
     work = _policy_work(cfg, passes, (prompt_tokens, num_new, num_drawn), num_slots, num_heldout, others, frozen)
     beside = Work(trained=passes.num_demonstrations * demonstration_tokens * passes.num_updates)
     work = replace(work, step=work.step + beside)
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    weight_bytes = _weight_bytes(model)
     packed_bytes: float = weight_bytes
     if has_int8_base(model):  # the engine draws with the same memory, and packs the output layer alone
         output: Any = model.get_output_embeddings()
@@ -226,6 +226,10 @@ def _frozen_share(model: PreTrainedModel, num_trainable_layers: int | None) -> f
         return 0.0
     frozen = layers_of(model)[:-num_trainable_layers]
     return sum(parameter.numel() for parameter in frozen.parameters()) / model.num_parameters()
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _num_trained(model: PreTrainedModel) -> int:
