@@ -55,9 +55,9 @@ Curve = list[tuple[int, float]]
 """Votes, and the win rate of the version that has learnt from them."""
 
 
-def curve(method: str, seed: int, options: Namespace, say: Say) -> Curve:
-    """The win rates of one run of the loop."""
-    changed = _TINY if options.quick else _SMOLLM2
+def curve(method: str, seed: int, options: Namespace, say: Say, **values: object) -> Curve:
+    """The win rates of one run of the loop, whose recipe has `values` beside what is said here."""
+    changed = {**(_TINY if options.quick else _SMOLLM2), **values}
     with tempfile.TemporaryDirectory() as place:
         given = {**changed, "live.dir": place, "live.selection.method": method, "run.seed": seed}
         given |= {"rollout.completions_per_prompt": options.completions, "prompts.source": "films"}
