@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tunesmith.base.core.system import SPIN_COUNT, SPIN_VARIABLES, cache_folder
+from tunesmith.base.core.system import SPIN_COUNT, SPIN_VARIABLES, cache_folder, drop_mapped_pages
 
 PROGRAM = """
 import ctypes, sys
@@ -72,3 +73,27 @@ def test_the_cache_is_where_the_environment_says(monkeypatch):
     assert cache_folder() == Path("/x/tunesmith")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "tunesmith"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say which pages are in memory")
+def test_pages_of_a_mapped_file_leave_memory_and_are_read_again(tmp_path):
+    numbers = np.random.default_rng(0).integers(0, 255, 1 << 24, dtype=np.uint8)
+    numbers.tofile(tmp_path / "numbers")
+    mapped = np.memmap(tmp_path / "numbers", dtype=np.uint8, mode="c")
+    assert int(mapped.sum()) == int(numbers.sum())
+    before = _resident_file_bytes()
+    drop_mapped_pages(mapped.ctypes.data, mapped.nbytes)
+    assert before - _resident_file_bytes() > 0.9 * mapped.nbytes
+    assert np.array_equal(mapped, numbers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say which pages are in memory")
+def test_memory_of_no_file_is_left_alone():
+    numbers = np.arange(1 << 20)
+    drop_mapped_pages(numbers.ctypes.data, numbers.nbytes)
+    assert np.array_equal(numbers, np.arange(1 << 20))
+
+
+def _resident_file_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssFile:")[1].split()[0])

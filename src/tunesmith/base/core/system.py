@@ -14,6 +14,7 @@ from tunesmith.base.core.log import get_logger
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = 2**31 - 1
+_MADV_PAGEOUT = 21  # linux/mman.h
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
@@ -50,6 +51,23 @@ def trim_memory() -> None:
     """Give all freed pages back to the system, where its allocator can (glibc), also those between blocks in use."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def drop_mapped_pages(address: int, num_bytes: int) -> None:
+    """Give back the memory of those whole pages that hold a mapped file, on Linux; they are read again when next used.
+
+    The pages count as memory of this process until then. Memory that belongs to no file is left alone, and so are pages
+    that were written to: the system would have to keep them elsewhere.
+    """
+    if sys.platform != "linux":
+        return
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, end = -(-address // page) * page, (address + num_bytes) // page * page
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, _, _, _, file, *_ = line.split()
+        low, high = (int(one, 16) for one in place.split("-"))
+        if file != "0" and (start := max(low, first)) < (stop := min(high, end)):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_PAGEOUT)
 
 
 def limit_spinning() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tunesmith.base.core.system import drop_mapped_pages
 from tunesmith.engine.kernels.linear_int8.api import PackedInt8, linear, pack, stored, unpacked
 from tunesmith.engine.kernels.native import shared
 from tunesmith.engine.models.architecture import (
@@ -125,8 +126,14 @@ def round_base(model: PreTrainedModel, architecture: Architecture) -> None:
             projections += (block.mlp.gate_up, block.mlp.down)
     turns = any(block.num_neighbours for block in architecture.blocks)
     places = {id(child): (parent, name) for parent in model.modules() for name, child in parent.named_children()}
-    for projection in projections:
-        weight_OI = torch.cat([weight_of(module) for module in projection.modules])
+    # One buffer for all, as freed ones of several sizes would leave holes in a heap that never shrinks.
+    sizes = [sum(weight_of(module).numel() for module in projection.modules) for projection in projections]
+    buffer = weight_of(projections[0].modules[0]).new_empty(max(sizes))
+    for projection, size in zip(projections, sizes, strict=True):
+        parts = [weight_of(module) for module in projection.modules]
+        weight_OI = torch.cat(parts, out=buffer[:size].view(-1, parts[0].shape[1]))
+        for part in parts:
+            drop_mapped_pages(part.data_ptr(), part.numel() * part.element_size())
         packed, first = pack(weight_OI, kernels=shared("auto")), 0
         held = replace(packed, numbers=_frozen(packed.numbers), scales=_frozen(packed.scales))
         for module in projection.modules:

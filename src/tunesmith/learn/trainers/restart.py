@@ -33,6 +33,9 @@ RESTORE = "restore"
 WHOLE = "whole"
 """The order to send parameters that ranks divide, once training has ended."""
 
+_HASHED_ROWS = 4096
+"""Rows of 251 bytes that are summed at once: a megabyte."""
+
 
 def contents(
     learner: Learner, parts: Path | None = None
@@ -218,7 +221,11 @@ def fingerprint_of_tensors(module: nn.Module) -> str:
         bits = held.contiguous().view(-1).view(torch.uint8)
         weights = torch.arange(1, 252, device=bits.device, dtype=torch.int32)
         rows = len(bits) // 251
-        columns = bits[: 251 * rows].view(-1, 251).sum(dim=0, dtype=torch.int64)
+        columns = torch.zeros_like(weights, dtype=torch.int64)
+        for part in (
+            bits[: 251 * rows].view(-1, 251).split(_HASHED_ROWS)
+        ):  # torch copies them in int64
+            columns += part.sum(dim=0, dtype=torch.int64)
         tail = int(bits[251 * rows :].sum(dtype=torch.int64))
         digest.update(f"{name}{tuple(held.shape)}{held.dtype}{int((columns * weights).sum())},{tail}".encode())
     found = digest.hexdigest()[:16]

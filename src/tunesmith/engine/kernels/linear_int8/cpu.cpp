@@ -237,18 +237,21 @@ void pack(const Number* weight, uint8_t* panels, float* scales, int64_t num_outp
                    scales + p * kOutputs * num_blocks(num_inputs), num_outputs - p * kOutputs, num_inputs);
 }
 
-// Rows of the weight that a panel stands for.
+// Rows of the weight that a panel stands for. Numbers of a block are put in the order of rows before they are read: a
+// load that follows narrower stores to the same bytes has to wait for them.
 template <class Number>
 void unpack_panel(const uint8_t* panel, const float* scales, Number* weight, int64_t num_outputs, int64_t num_inputs) {
+    const int64_t rows = std::min(kOutputs, num_outputs);
     for (int64_t b = 0; b < num_blocks(num_inputs); ++b) {
         const int64_t start = b * kBlock, width = std::min(kBlock, filled(num_inputs) - start);
-        for (int64_t j = 0; j < std::min(kOutputs, num_outputs); ++j) {
-            uint8_t numbers[kBlock];
-            for (int64_t i = 0; i < width; i += kPerStep)
-                std::memcpy(numbers + i, panel + (start + i) * kOutputs + j * kPerStep, kPerStep);
+        uint8_t numbers[kOutputs][kBlock];
+        for (int64_t i = 0; i < width; i += kPerStep)
+            for (int64_t j = 0; j < kOutputs; ++j)
+                std::memcpy(numbers[j] + i, panel + (start + i) * kOutputs + j * kPerStep, kPerStep);
+        for (int64_t j = 0; j < rows; ++j) {
             const float scale = scales[b * kOutputs + j];
             float values[kBlock];
-            for (int64_t i = 0; i < width; ++i) values[i] = (float)((int)numbers[i] - kOffset) * scale;
+            for (int64_t i = 0; i < width; ++i) values[i] = (float)((int)numbers[j][i] - kOffset) * scale;
             each_vector(std::min(kBlock, num_inputs - start), [&](int64_t i, int n) TUNESMITH_INLINE {
                 store(weight + j * num_inputs + start + i, load(values + i, n), n);
             });
