@@ -61,14 +61,14 @@ def picture(facts: Mapping[str, Any]) -> str:
         parts.append(f"<text x='{left}' y='{_TOP - 10}' font-weight='bold'>{html.escape(name)}</text>")
         for number in range(round((high - low) / _STEP) + 1):
             y = low + number * _STEP
-            parts.append(_path([at(0, y), at(most, y)], f"stroke='{LIGHT['grid']}'"))
+            parts.append(path([at(0, y), at(most, y)], f"stroke='{LIGHT['grid']}'"))
             if place == 0:
                 parts.append(f"<text x='{left - 6}' y='{at(0, y)[1] + 4:.1f}' text-anchor='end'>{y:.2f}</text>")
         for anchor, number in (("start", 0), ("middle", most // 2), ("end", most)):
             x, y = at(number, low)
             parts.append(f"<text x='{x:.1f}' y='{y + 16:.1f}' text-anchor='{anchor}'>{number}</text>")
         longer = pool["longer_wins"]
-        parts.append(_path([at(0, longer), at(most, longer)], f"stroke='{LIGHT['stage_8']}' stroke-width='2'"))
+        parts.append(path([at(0, longer), at(most, longer)], f"stroke='{LIGHT['stage_8']}' stroke-width='2'"))
         parts += [_line([at(x, y) for x, y in means[name][method]], method) for method in methods]
     parts.append(f"<text x='{_LEFT}' y='{height - 6}'>labels asked for; grey: the longer answer wins</text></svg>")
     return "".join(parts) + "\n"
@@ -81,10 +81,11 @@ def _mean(curves: Sequence[Sequence[Sequence[float]]]) -> list[tuple[int, float]
 
 def _line(points: Sequence[tuple[float, float]], method: str) -> str:
     dash = " stroke-dasharray='5 3'" if method == "random" else ""
-    return _path(points, f"stroke='{_COLOURS[method]}' stroke-width='2'{dash}")
+    return path(points, f"stroke='{_COLOURS[method]}' stroke-width='2'{dash}")
 
 
-def _path(points: Sequence[tuple[float, float]], style: str) -> str:
+def path(points: Sequence[tuple[float, float]], style: str) -> str:
+    """A line through the points, in SVG."""
     return f"<path fill='none' {style} d='M{'L'.join(f'{x:.1f} {y:.1f}' for x, y in points)}'/>"
 
 

@@ -16,7 +16,7 @@ from tunesmith.engine.models.loaded import PreTrainedTokenizerBase
 from tunesmith.engine.models.tokenizer import encode_prompt
 
 NAMES = ("plain", "seed", "shared")
-BATCHES = {f"batch{size}": size for size in (1, 4, 16, 64, 256)}
+BATCHES = {f"batch{size}": size for size in (1, 4, 16, 64, 128, 256)}
 """Workloads of so many prompts at a time, for the table of latency and throughput."""
 
 

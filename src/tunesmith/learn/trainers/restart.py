@@ -222,9 +222,7 @@ def fingerprint_of_tensors(module: nn.Module) -> str:
         weights = torch.arange(1, 252, device=bits.device, dtype=torch.int32)
         rows = len(bits) // 251
         columns = torch.zeros_like(weights, dtype=torch.int64)
-        for part in (
-            bits[: 251 * rows].view(-1, 251).split(_HASHED_ROWS)
-        ):  # torch copies them in int64
+        for part in bits[: 251 * rows].view(-1, 251).split(_HASHED_ROWS):  # torch copies them in int64
             columns += part.sum(dim=0, dtype=torch.int64)
         tail = int(bits[251 * rows :].sum(dtype=torch.int64))
         digest.update(f"{name}{tuple(held.shape)}{held.dtype}{int((columns * weights).sum())},{tail}".encode())
