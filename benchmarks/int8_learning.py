@@ -1,7 +1,7 @@
 """What drawing in 8 bits changes in what is learnt: trainings with `rollout.weights: int8` against exact ones.
 
-Three tasks, each with several seeds: sums by GRPO (the recipe grpo_arithmetic), the demo's PPO against a reward model
-of simulated votes, and the live loop with simulated raters. Of a seed both trainings have the same rows, votes and
+Three tasks, each with several seeds: sums by GRPO (the recipe grpo_arithmetic), the demo, and the live loop with
+simulated raters. Of a seed both trainings have the same rows, votes and
 reward model, and one follows the other. A figure is the accuracy on held-out sums, or the win rate against the base
 model on held-out openings, by the lexicon. Threads count: times are of the steps alone, and of the same thread.
 """
@@ -9,19 +9,20 @@ model on held-out openings, by the lexicon. Threads count: times are of the step
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from benchmarks import active, pessimism, reasons
+from benchmarks import active
 from benchmarks.common import Say, benchmark, head, print_table, run
+from tunesmith.apps.workflows import demo as workflow
+from tunesmith.apps.workflows.live_simulation import hit
 from tunesmith.base.config.load import load_recipe
 from tunesmith.base.config.sections import PromptsSection
 from tunesmith.collect.data.prompts import load_prompts
 from tunesmith.collect.data.split import split_by_prompt
 from tunesmith.collect.statistics.intervals import mean_interval
 from tunesmith.learn.trainers import run as training
-from tunesmith.learn.trainers.api import Inputs
 from tunesmith.learn.trainers.setup import RunResult
 
 WEIGHTS = ("model", "int8")
@@ -35,29 +36,27 @@ _DRIFT: Mapping[str, str] = {
     "importance": "sampling/importance_sampling_ratio/mean",
 }
 
+_TINY_SUMS: Mapping[str, object] = {
+    "model.name": "tiny:llama",
+    "model.dtype": "float32",
+    "model.num_trainable_layers": None,
+    "prompts.skip_bad": True,
+    "rollout.prompts_per_step": 4,
+    "evaluation.num_prompts": 4,
+    "run.steps": 2,
+}
+
 Found = dict[str, Any]
 
 
-def trained(folder: Path, inputs: Inputs, options: Namespace, **values: Any) -> tuple[RunResult, Found]:
-    """A training, and the figures of its steps: seconds, reward of each, how far the engine's log-probs were off."""
-    algorithm, recipe = values.pop("algorithm"), values.pop("recipe")
-    values |= {"run.dir": str(folder), "run.num_threads": options.threads, **_tiny(algorithm, options)}
-    cfg = load_recipe(algorithm, recipe=recipe, overrides=values).recipe
-    result = training.run(cfg, inputs, progress=False)
+def figures_of(result: RunResult) -> Found:
+    """The figures of a training's steps: seconds, reward of each, how far the engine's log-probs were off."""
     rows = result.metrics
     drift = {name: fmean(known) for name, key in _DRIFT.items() if (known := [row[key] for row in rows if key in row])}
     # An evaluation within a step is no part of what a step costs.
     seconds = [row["time/step_s"] - row.get("time/evaluate_s", 0.0) for row in rows]
     times = {"step_s": fmean(seconds), "rollout_s": fmean(row["time/rollout_s"] for row in rows)}
-    return result, {**times, **drift, "seconds": seconds, "rewards": [row["reward"] for row in rows]}
-
-
-def _tiny(algorithm: str, options: Namespace) -> dict[str, object]:
-    if not options.quick:
-        return {}
-    small = {"run.steps": 2, "rollout.prompts_per_step": 4, "rollout.max_new_tokens": 4, "prompts.skip_bad": True}
-    sums = {"evaluation.num_prompts": 4} if algorithm == "grpo" else {}
-    return {"model.name": "tiny:llama", "model.dtype": "float32", "model.num_trainable_layers": None, **small, **sums}
+    return {**times, **drift, "seconds": seconds, "rewards": [row["reward"] for row in rows]}
 
 
 def sums(options: Namespace, seed: int, say: Say) -> dict[str, Found]:
@@ -65,39 +64,36 @@ def sums(options: Namespace, seed: int, say: Say) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for weights in WEIGHTS:
         with tempfile.TemporaryDirectory() as place:
-            values = {"run.seed": seed, "rollout.weights": weights}
-            result, figures = trained(
-                Path(place), Inputs(), options, algorithm="grpo", recipe="grpo_arithmetic", **values
-            )
-        found[weights] = {"figure": result.summary["accuracy_after"], **figures}
-        say(f"sums, seed {seed}, {weights}: {found[weights]['figure']:.3f}, {figures['step_s']:.2f} s a step")
+            values: dict[str, object] = {"run.dir": place, "run.seed": seed, "run.num_threads": options.threads}
+            values |= {"rollout.weights": weights, **(_TINY_SUMS if options.quick else {})}
+            cfg = load_recipe("grpo", recipe="grpo_arithmetic", overrides=values).recipe
+            result = training.run(cfg, progress=False)
+        found[weights] = {"figure": result.summary["accuracy_after"], **figures_of(result)}
+        say(f"sums, seed {seed}, {weights}: {_said(found[weights])}")
     return found
 
 
 def demo(options: Namespace, seed: int, say: Say) -> dict[str, Found]:
-    """PPO of the demo, both times with the same reward model: win rate against the base model."""
-    split = split_by_prompt(load_prompts("films", PromptsSection()), 0.0, 0, num_heldout=40)
+    """The demo, whose PPO follows one reward model twice: win rate against the base model."""
     found: dict[str, Found] = {}
     with tempfile.TemporaryDirectory() as place:
-        plain = pessimism.recipe_of("ppo", Namespace(quick=options.quick, steps=1), Path(place), seed)
-        pairs = pessimism.voted(plain, split.train, options.demo_votes, seed, by_length=options.quick)  # type: ignore[arg-type]
-        reward = pessimism.recipe_of("reward", options, Path(place), seed)
-        judge = training.run(reward, Inputs(pairs=pairs), progress=False)
+        stage = workflow.prepare(workflow.DemoOptions(seed=seed, out=place, quick=options.quick))
+        openings = load_prompts("films", PromptsSection())[:: 5 if options.quick else 1]
+        split = split_by_prompt(openings, 0.0, seed, num_heldout=workflow.NUM_COMPARED)
+        reward_run = workflow.train_reward_model(stage, workflow.collect_votes(stage, split.train))
         for weights in WEIGHTS:
-            values = {
-                "run.seed": seed,
-                "rollout.weights": weights,
-                "reward": [{"source": str(judge.run_dir / "final")}],
-            }
-            inputs = Inputs(prompts=split.train)
-            result, figures = trained(
-                Path(place) / weights, inputs, options, algorithm="ppo", recipe="demo_ppo", **values
-            )
-            after = reasons.compared(str(result.run_dir / "final"), options, seed)
-            hits = after["hits"]
-            found[weights] = {"figure": fmean(hits), "kl_per_sequence": after["kl_per_sequence"], **figures}
-            say(f"demo, seed {seed}, {weights}: {fmean(hits):.3f}, {figures['step_s']:.2f} s a step")
+            rollout = stage.policy_recipe.rollout.model_copy(update={"weights": weights})
+            side = replace(stage, policy_recipe=stage.policy_recipe.model_copy(update={"rollout": rollout}))
+            policy_run = workflow.train_policy(side, split.train, reward_run)
+            after = workflow.compare_models(stage, split.heldout, reward_run, policy_run)
+            hits = [hit(one.score_before, one.score_after) for one in after.samples]
+            found[weights] = {"figure": fmean(hits), "kl_per_sequence": after.kl_per_sequence, **figures_of(policy_run)}
+            say(f"demo, seed {seed}, {weights}: {_said(found[weights])}")
     return found
+
+
+def _said(found: Found) -> str:
+    return f"{found['figure']:.3f}, {found['step_s']:.2f} s a step"
 
 
 def live(options: Namespace, seed: int, say: Say) -> dict[str, Found]:
@@ -154,7 +150,7 @@ def summary(of_seeds: Sequence[Mapping[str, Found]]) -> dict[str, Any]:
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
     """All tasks and seeds, one after the other."""
-    facts: dict[str, object] = head(options, "int8_learning", "quick", "votes", "demo_votes", "completions", "pairs")
+    facts: dict[str, object] = head(options, "int8_learning", "quick", "votes", "completions", "pairs")
     tasks: dict[str, object] = {}
     for name in dict.fromkeys(options.task or TASKS):
         of_seeds = [TASKS[name](options, seed, say) for seed in range(options.seed, options.seed + options.seeds)]
@@ -175,10 +171,8 @@ main = benchmark(
     "quick",
     "seed",
     "threads",
-    model={"help": "model of the demo's comparison"},
     task={"action": "append", "choices": tuple(TASKS), "help": "one task; repeatable. All if left out"},
     seeds={"type": int, "default": 3, "metavar": "N", "help": "trainings of each kind, with other seeds"},
-    demo_votes={"type": int, "default": 400, "metavar": "N", "help": "votes that the demo's reward model learns"},
     votes={"type": int, "default": 600, "metavar": "N", "help": "votes of a live loop"},
     every={"type": int, "default": 100, "metavar": "N", "help": "votes of a live loop between two measurements"},
     completions={"type": int, "default": 4, "metavar": "N", "help": "completions of a prompt of the live loop"},
