@@ -100,9 +100,9 @@ def test_a_trainer_that_cannot_start_is_reported_with_its_reason(tmp_path: Path)
 
 def test_a_trainer_without_time_for_a_result_is_reported(tmp_path: Path) -> None:
     words = ["live", "--dir", str(tmp_path / "live"), *TINY]
-    with child("trainer", words, tmp_path / "log") as trainer:
-        with pytest.raises(RunError, match=r"trainer was ended by SIGTERM without a result: 20 s were too short"):
-            trainer.end_in_order(20)
+    said = "trainer was ended by SIGTERM without a result: 20 s were too short"
+    with child("trainer", words, tmp_path / "log") as trainer, pytest.raises(RunError, match=said):
+        trainer.end_in_order(20)
 
 
 def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
