@@ -116,6 +116,7 @@ def test_a_source_of_which_nothing_is_left_is_said(tmp_path: Path, caplog: pytes
         ),
         ({"sources": [{"name": "a/b", "source": "y"}]}, "name"),
         ({"sources": [{"name": "a", "source": "y", "weight": 0}]}, "greater than 0"),
+        ({"sources": [{"name": "a", "source": "y", "weight": 1e12}]}, "less than or equal to 1000"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(section: dict[str, Any], message: str) -> None:

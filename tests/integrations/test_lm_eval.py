@@ -264,6 +264,38 @@ def test_what_cannot_be_asked_says_why(
 
 
 @needs_lm_eval
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        ("", {}, "the data of the tasks odd cannot be read: a file has no rows; mend the files"),
+        ('{"question": "cut', {}, "the data of the tasks odd cannot be read: JSON parse error"),
+        ('{"question": "x", "choices": null, "answer": 0}\n', {}, "the tasks odd cannot be evaluated: TypeError"),
+        ('{"question": "x", "choices": [], "answer": 0}\n', {}, "the tasks odd cannot be evaluated: ValueError"),
+        (None, {"aggregation": "none_such"}, "the tasks odd cannot be evaluated: TypeError"),
+        (None, {"metric": "none_such"}, "the tasks odd have no figure: lm-eval knows none of their metrics"),
+    ],
+)
+def test_damaged_tasks_are_explained(
+    rows: str | None,
+    changes: Mapping[str, Any],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    choices = {"doc_to_text": "{{question}}", "doc_to_choice": "choices", "doc_to_target": "answer"}
+    metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True, **changes}]
+    good = [{"question": f"Which {number}?", "choices": ["a", "b"], "answer": 0} for number in range(8)]
+    write_task(tmp_path, "odd", good, output_type="multiple_choice", metric_list=metrics, **choices)
+    file = tmp_path / "odd.jsonl"
+    if rows is not None:
+        file.write_text(file.read_text() + rows if rows else "")
+    assert main(["eval", "tiny:llama", "--tasks", "odd", "--include-path", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@needs_lm_eval
 @pytest.mark.parametrize("task", ["endless", "beams"])
 def test_a_text_that_cannot_be_drawn_is_refused_before_the_first_question(
     task: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

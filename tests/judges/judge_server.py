@@ -30,10 +30,11 @@ class JudgeServer:
     `faults` maps the number of a request, counted from 0 over all starts, to what happens at it: "drop" (no answer),
     "restart" (no answer; it is away for `away_s`), "die" (no answer, ever), "hang", "cut" (half an answer), "dribble"
     (a byte now and then), "twice" (two choices), "garbage", "nonsense" (no verdict), "both" (two verdicts), "empty",
-    "limited" (429 with `Retry-After`), "overloaded" (503), "too long" (400), "no usage", "many tokens" (more than there
-    are), "deep" (JSON that is nested a hundred thousand times), "endless" (a body without an end), "slow header" (a
-    byte now and then, before the body), "continue" (100, again and again), "moved" (301), "echo" (what it was sent, as
-    an error), "created" (201). A fault of the number -1 is that of all requests.
+    "limited" (429 with `Retry-After`), "overloaded" (503), "too long" (400), "no usage", "null usage" (counts that are
+    null), "no tokens" (a count of 0), "minus" (a negative one), "many tokens" (more than there are),
+    "deep" (JSON that is nested a hundred thousand times), "endless" (a body without an end), "slow header" (a byte now
+    and then, before the body), "continue" (100, again and again), "moved" (301), "echo" (what it was sent, as an
+    error), "created" (201). A fault of the number -1 is that of all requests.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class JudgeServer:
         self.verdict, self.grade, self.tls = verdict, grade, tls
         self.faults: dict[int, str] = {}
         self.key = ""
+        self.model: object = "rater-1"
         self.away_s = 0.2
         self.retry_after = "0.05"
         self.bodies: list[dict[str, Any]] = []
@@ -92,7 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer({"data": [{"id": "rater-1"}]})
+        owner: JudgeServer = self.server.owner  # type: ignore[attr-defined]
+        self._answer({"data": [{"id": owner.model}]})
 
     def do_POST(self) -> None:
         owner: JudgeServer = self.server.owner  # type: ignore[attr-defined]
@@ -148,8 +151,10 @@ class _Handler(BaseHTTPRequestHandler):
             answer["choices"] *= 2
         if fault == "no usage":
             del answer["usage"]
-        if fault == "many tokens":
-            answer["usage"]["total_tokens"] = 10**30
+        counts = {"null usage": (None, None), "no tokens": (0, 0), "minus": (None, -5), "many tokens": (10**30, 0)}
+        if fault in counts:
+            total, drawn = counts[fault]
+            answer["usage"] = {"total_tokens": total, "prompt_tokens": drawn and 10, "completion_tokens": drawn}
         said = {"garbage": "garbage", "deep": "[" * 100_000}.get(fault, answer)
         status = 201 if fault == "created" else 200
         self._answer(said, status, cut=fault == "cut", dribbles=fault == "dribble")

@@ -102,6 +102,9 @@ FAULTS = (
     "limited",
     "overloaded",
     "no usage",
+    "null usage",
+    "no tokens",
+    "minus",
     "many tokens",
     "deep",
     "endless",
@@ -123,6 +126,22 @@ def test_a_fault_that_passes_changes_no_verdict_and_loses_none(
     assert costs.num_requests >= server.num_requests and costs.num_tokens >= server.num_tokens
     assert preferences(judge_of().pairs(pairs)) == EXPECTED
     assert judge.answers.costs == costs
+
+
+@pytest.mark.parametrize("model", [None, "", 7, {"name": "rater-1"}])
+def test_a_server_whose_model_has_no_name_is_not_asked(
+    server: JudgeServer, judge_of: JudgeMaker, pairs: list[PairText], model: object
+):
+    server.model = model
+    (found,) = judge_of(patience_s=0).pairs(pairs[:1])
+    assert isinstance(found, Unjudged) and found.kind == "away" and "lists no model" in found.message
+    assert server.num_requests == 0
+
+
+def test_a_name_of_a_model_that_is_no_unicode_is_kept(server: JudgeServer, judge_of: JudgeMaker, pairs: list[PairText]):
+    server.model = "rater \ud800"
+    assert preferences(judge_of().pairs(pairs)) == EXPECTED
+    assert judge_of().name == "rater ?"
 
 
 def test_a_slow_server_is_given_up_and_asked_again(server: JudgeServer, judge_of: JudgeMaker, pairs: list[PairText]):

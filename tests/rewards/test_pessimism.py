@@ -15,6 +15,7 @@ from tunesmith.engine.models.heads import RewardModel
 from tunesmith.engine.models.load import new_reward_model
 from tunesmith.engine.models.tiny import byte_tokenizer
 from tunesmith.learn.rewards.model import ModelReward
+from tunesmith.learn.rewards.outcome import Policy
 from tunesmith.learn.rewards.scorer import Scorer
 
 GroupMaker = Callable[..., Group]
@@ -68,6 +69,25 @@ def test_the_reward_is_the_mean_less_the_spread_or_the_worst_head(
             assert metrics["rewards/heads/unfamiliar"] == pytest.approx(share)
         else:
             assert "rewards/heads/unfamiliar" not in metrics
+
+
+@pytest.mark.parametrize("pessimism", [0.0, 1.5, "worst"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1e30])
+def test_one_damaged_head_is_a_damaged_model(
+    make_group: GroupMaker, monkeypatch: pytest.MonkeyPatch, pessimism: Pessimism, value: float
+) -> None:
+    model = five_heads()
+    whole = model.heads
+
+    def heads(ids_BT: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        reward_BK = whole(ids_BT, lengths_B)
+        reward_BK[0, 2] = value
+        return reward_BK
+
+    monkeypatch.setattr(model, "heads", heads)
+    reward = ModelReward(model, "heads", policy=Policy(on_error="drop"), pessimism=pessimism)
+    scores = Scorer([reward]).score([make_group("The film", *TEXTS)])
+    assert scores.valid_PG.sum() == 3 and "its weights may be damaged" in scores.failures[0].reason
 
 
 def test_processes_of_a_reward_model_take_the_same_off(make_group: GroupMaker, tmp_path: Path) -> None:

@@ -63,11 +63,12 @@ def test_where_no_reward_applies_the_strictest_policy_decides(samples: list[Samp
         settle(samples, [None, 1.0, 1.0], [None, None, 1.0], policies=["fail", policies[1]])
 
 
-def test_a_sum_beyond_float32_is_a_failure(samples: list[Sample]):
-    settled = settle(samples, [3e38, 1.0, 1.0], policies=["drop"], weights=[10.0])
+@pytest.mark.parametrize("value", [3e38, -1e30, 2e17])
+def test_a_sum_whose_square_is_beyond_float32_is_a_failure(samples: list[Sample], value: float):
+    settled = settle(samples, [value, 1.0, 1.0], policies=["drop"], weights=[10.0])
     assert settled.valid_PG[0].tolist() == [False, True, True] and settled.total_PG[0].tolist() == [0.0, 10.0, 10.0]
-    with pytest.raises(RewardError, match=r"sum of rewards of prompt p:1, completion 0 .* is beyond float32; lower"):
-        settle(samples, [3e38, 1.0, 1.0], policies=["fail"], weights=[10.0])
+    with pytest.raises(RewardError, match=r"sum of rewards of prompt p:1, completion 0 .* is .*; 1e18 in size"):
+        settle(samples, [value, 1.0, 1.0], policies=["fail"], weights=[10.0])
 
 
 def test_fail_raises_and_so_does_dropping_everything(samples: list[Sample]):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -95,6 +96,30 @@ def test_a_trainer_that_cannot_start_is_reported_with_its_reason(tmp_path: Path)
         trainer.process.wait(PATIENCE_S)
         with pytest.raises(RunError, match=r"trainer ended with code 2(?s:.*)no/such-model"):
             trainer.require_alive()
+
+
+def test_a_trainer_without_time_for_a_result_is_reported(tmp_path: Path) -> None:
+    words = ["live", "--dir", str(tmp_path / "live"), *TINY]
+    said = "trainer was ended by SIGTERM without a result: 20 s were too short"
+    with child("trainer", words, tmp_path / "log") as trainer, pytest.raises(RunError, match=said):
+        trainer.end_in_order(20)
+
+
+def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    program = f"""
+import time
+from pathlib import Path
+from tunesmith.apps.workflows.live_simulation import server
+with server(Path({str(tmp_path)!r})) as served:
+    print(served.child.process.pid, flush=True)
+    time.sleep(1000)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    served = os.pidfd_open(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    assert select.select([served], [], [], PATIENCE_S)[0] == [served]
 
 
 def test_ctrl_c_ends_the_trainer_in_order(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tunesmith.apps.workflows.live_raters import Raters, RaterTraits, Talk
 from tunesmith.base.config.algorithms.live import LiveRecipe
 from tunesmith.base.config.load import load_recipe
 from tunesmith.base.config.sections import LoraSection, RewardSource
+from tunesmith.base.core.child import how_it_ended
 from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.core.seeds import derive
 from tunesmith.base.runs.folder import RunFolder
@@ -48,6 +49,14 @@ _LEAVE_S = 60.0
 """Seconds after which a process that was asked to end is killed."""
 
 _POLL_S = 0.25
+
+_PROGRAM = """
+import sys
+from tunesmith.apps.cli.main import main
+from tunesmith.base.core.child import end_with
+end_with(int(sys.argv.pop(1)))
+sys.exit(main())
+"""
 
 _TAIL = 2_000
 """Characters of a log that an error shows."""
@@ -121,7 +130,7 @@ def run_simulation(options: SimulationOptions) -> SimulationResult:
     """Run the loop with simulated raters; the figures, also in `simulation.json` of the folder.
 
     Raises:
-        RunError: if the server or the trainer ends by itself.
+        RunError: if the server or the trainer ends by itself, or the trainer had no time to end in order.
     """
     watch, start_s = setup.Stopwatch(), time.monotonic()
     folder = options.folder
@@ -140,6 +149,7 @@ def run_simulation(options: SimulationOptions) -> SimulationResult:
         ):
             last = num_accepted(runs) + (options.num_versions or math.inf)  # the folder may have some already
             wait_until(deadline_s, [served.child, trainer], lambda: num_accepted(runs) >= last)
+        trainer.end_in_order(options.duration_s)
         setup.say(f"{raters.num_votes} votes; the base model and the last version are compared", enabled=True)
     result = measured(options, raters, watch)
     RunFolder(folder).write_json("simulation.json", result.to_json())
@@ -158,8 +168,20 @@ class Child:
         """Raise RunError, with the end of its log, if it has ended."""
         code = self.process.poll()
         if code is not None:
-            tail = self.log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
-            raise RunError(f"the {self.name} ended with code {code}; {self.log} says:\n{tail}")
+            raise RunError(f"the {self.name} ended with code {code}; {self._said()}")
+
+    def end_in_order(self, duration_s: float) -> None:
+        """Ask it to end, after `duration_s`. Raises RunError if it had no time for a result."""
+        if code := self.end():
+            raise RunError(
+                f"the {self.name} {how_it_ended(code)} without a result: {duration_s:g} s were too short for its start "
+                f"or its update; give a longer --duration. {self._said()}"
+            )
+
+    def _said(self) -> str:
+        """The end of its log."""
+        tail = self.log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+        return f"{self.log} says:\n{tail}"
 
     def end(self) -> int:
         """Its exit code, after SIGTERM; it is killed if it does not leave."""
@@ -174,10 +196,10 @@ class Child:
 
 @contextmanager
 def child(name: str, words: Sequence[str], log: Path) -> Iterator[Child]:
-    """`tunesmith` with `words`, ended when the block ends. Its stdout can be read line by line."""
+    """`tunesmith` with `words`, ended when the block or this process ends. Its stdout can be read line by line."""
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tunesmith", *words],
+            [sys.executable, "-c", _PROGRAM, str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=file,

@@ -249,9 +249,9 @@ class PairsSource(Section):
     """File, folder or hub id, as `pairs.source`."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
     """Name in metrics and in the report: letters, digits, `_`, `.`, `-`."""
-    weight: Positive = 1.0
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Times that a pair which is trained on comes in an epoch: 2 is twice; 0.5 takes the pairs of half of the prompts.
-    Without effect in `heldout_sources`."""
+    1000 at most, because an epoch is listed in memory. Without effect in `heldout_sources`."""
     max_pairs: PositiveInt | None = None
     """Read so many pairs at most, those of prompts drawn by `run.seed`; null reads all."""
 

@@ -2,11 +2,13 @@
 
 import fnmatch
 import random
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from lm_eval import evaluate  # pyright: ignore[reportMissingImports]
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED  # pyright: ignore[reportMissingImports]
@@ -16,6 +18,9 @@ from tunesmith.base.config.keys import did_you_mean
 from tunesmith.base.core.errors import InputError, MissingDependencyError
 from tunesmith.integrations.lm_eval.model import TunesmithLM
 from tunesmith.learn.evaluation.benchmarks import Figure, figures_of
+
+_OF_WRONG_FILES = AssertionError, LookupError, TypeError, ValueError
+"""What lm-eval raises where a row or a task's file is not as it expects."""
 
 _BOOTSTRAPS = 1_000
 """Resamples for the standard error of metrics that are no mean, such as BLEU."""
@@ -89,9 +94,12 @@ class Tasks:
                 f"the data of the tasks {names} cannot be read: {error}\nlm-eval's own tasks load them from the hub; "
                 "without a network give tasks over files of yours with --include-path"
             ) from error
+        except (DatasetsError, StopIteration) as error:  # the latter for a file without a row
+            said = f"{error.__cause__ or error}" or "a file has no rows"
+            raise InputError(f"the data of the tasks {names} cannot be read: {said}; mend the files") from error
         except TemplateError as error:
             raise self._unfit(error) from error
-        except (AssertionError, LookupError, TypeError, ValueError) as error:
+        except _OF_WRONG_FILES as error:
             raise InputError(f"the tasks {names} cannot be loaded: {type(error).__name__}: {error}") from error
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) and not self._settings.runs_code:
@@ -118,7 +126,8 @@ class Tasks:
         """The figures of `lm` on what `load` has returned.
 
         Raises:
-            InputError: a task asks for what the model or the engine does not have.
+            InputError: a task asks for what the model or the engine does not have, its rows are damaged, or it has no
+            figure.
         """
         settings = self._settings
         try:
@@ -133,7 +142,20 @@ class Tasks:
             )
         except TemplateError as error:
             raise self._unfit(error) from error
-        return figures_of(results)
+        except _OF_WRONG_FILES as error:
+            frames = traceback.walk_tb(error.__traceback__ and error.__traceback__.tb_next)
+            if any(frame.f_globals.get("__name__", "").startswith("tunesmith.") for frame, _ in frames):
+                raise  # no fault of a task
+            raise InputError(
+                f"the tasks {', '.join(self._names)} cannot be evaluated: {type(error).__name__}: {error}; look at the "
+                "rows and metrics that they name"
+            ) from error
+        if not (figures := figures_of(results)):
+            raise InputError(
+                f"the tasks {', '.join(self._names)} have no figure: lm-eval knows none of their metrics, or all "
+                "questions were left out; `metric_list` in their files names the metrics"
+            )
+        return figures
 
     def _unfit(self, error: TemplateError) -> InputError:
         return InputError(f"a template of the tasks {', '.join(self._names)} does not fit: {error}")

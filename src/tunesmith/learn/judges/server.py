@@ -45,9 +45,12 @@ class ServerAsker:
         if not self._model:
             said = self._call("GET", "/models")
             try:
-                self._model = str(said["data"][0]["id"])
-            except (LookupError, TypeError) as error:
-                raise AwayError(f"{self._settings.model} lists no model: {_shown(said)}") from error
+                named = said["data"][0]["id"]
+            except (LookupError, TypeError):
+                named = None
+            if not isinstance(named, str) or not named.strip():
+                raise AwayError(f"{self._settings.model} lists no model: {_shown(said)}")
+            self._model = _storable(named)
         return self._model
 
     @property
@@ -81,7 +84,7 @@ class ServerAsker:
             raise AwayError(f"it answered without one choice: {_shown(answer)}") from error
         if not isinstance(text, str):  # a model that thought until its limit says nothing
             text = ""
-        return [Reply(text.encode("utf-8", "replace").decode(), _tokens_of(answer))]
+        return [Reply(_storable(text), _tokens_of(answer))]
 
     def abort(self) -> None:
         """End the requests that run."""
@@ -115,16 +118,19 @@ class ServerAsker:
 
 
 def _tokens_of(answer: Any) -> int | None:
-    """The tokens that the server counted, None if it did not."""
+    """The tokens that the server counted, None if it did not. A request has tokens, so a count of none is no count."""
     usage: object = answer.get("usage")
     counted = cast(dict[str, object], usage) if isinstance(usage, dict) else {}
-    total = counted.get("total_tokens")
-    if total is None and {"prompt_tokens", "completion_tokens"} <= counted.keys():
-        parts = [counted["prompt_tokens"], counted["completion_tokens"]]
-        total = sum(part for part in parts if isinstance(part, int))
-    if not isinstance(total, int) or isinstance(total, bool):
-        return None
-    return total if 0 <= total < _MOST_COUNTED else None
+    names = ("total_tokens",) if counted.get("total_tokens") is not None else ("prompt_tokens", "completion_tokens")
+    numbers = [counted.get(name) for name in names]
+    parts = [one for one in numbers if isinstance(one, int) and not isinstance(one, bool) and one >= 0]
+    total = sum(parts)
+    return total if len(parts) == len(numbers) and 0 < total < _MOST_COUNTED else None
+
+
+def _storable(text: str) -> str:
+    """The text with another character for each that JSON can hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _shown(value: object) -> str:

@@ -19,13 +19,11 @@ from typing import Any, ClassVar, cast
 
 from tunesmith.base.core.errors import RewardError
 from tunesmith.learn.rewards.builtin import RewardFunction
-from tunesmith.learn.rewards.outcome import Logged, Outcome, Policy, Reward, Sample, SampleError, Scored
+from tunesmith.learn.rewards.outcome import LARGEST, Logged, Outcome, Policy, Reward, Sample, SampleError, Scored
 from tunesmith.learn.rewards.threads import HangError, Worker, within
 
 _SEARCH_S = 10.0
 RETRY_S = 60.0
-_LARGEST = 1e18
-"""Of larger rewards the squares, whose sums a standard deviation is of, are no numbers of float32."""
 _MAX_SHOWN = 60
 
 
@@ -177,7 +175,7 @@ class CalledReward(ABC):
         if value is None:
             return None
         number = _as_float(value)
-        if abs(number) <= _LARGEST:  # false for NaN too
+        if abs(number) <= LARGEST:  # false for NaN too
             return number
         return SampleError(
             f"reward `{self.name}` returned {_shown(value)} for {sample}; it must be a finite number of at most "

@@ -26,7 +26,7 @@ from tunesmith.engine.models.tokenizer import (
     same_vocabulary,
     special_token_ids,
 )
-from tunesmith.learn.rewards.outcome import Logged, Outcome, Policy, Sample, SampleError, Scored
+from tunesmith.learn.rewards.outcome import LARGEST, Logged, Outcome, Policy, Sample, SampleError, Scored
 
 # Spaces, line breaks, digits, accents and an emoji: what tokenizers with one vocabulary may still split differently.
 _PROBES = (
@@ -126,8 +126,9 @@ class ModelReward:
             for value in of_length:
                 logged.metric(f"rewards/{self.name}/of_length", value)
         for place, one in zip(fitting, judged, strict=True):
+            is_number = abs(one.reward) <= LARGEST  # false for NaN too
             message = f"reward model `{self.name}` gave {one.reward} to {samples[place]}; its weights may be damaged"
-            outcomes[place] = one.reward if math.isfinite(one.reward) else SampleError(message, "not finite")
+            outcomes[place] = one.reward if is_number else SampleError(message, "not finite")
         if self.model.num_heads > 1:
             self._log_heads(logged, dict(zip(fitting, judged, strict=True)))
         return Scored(outcomes, logged)
@@ -166,7 +167,9 @@ class ModelReward:
             reward_BK = reward_BK - reward_BK.new_tensor(known.offsets)
         mean_B, spread_B = reward_BK.mean(-1), reward_BK.std(-1)
         times = self.pessimism
-        reward_B = reward_BK.amin(-1) if isinstance(times, str) else mean_B - times * spread_B
+        # Of a damaged head that gives infinity the lowest head would say nothing.
+        lowest_B = reward_BK.amin(-1).where(mean_B.isfinite(), mean_B)
+        reward_B = lowest_B if isinstance(times, str) else mean_B - times * spread_B
         columns = (reward_B.tolist(), mean_B.tolist(), spread_B.tolist())
         return [_Judged(*one) for one in zip(*columns, strict=True)]
 

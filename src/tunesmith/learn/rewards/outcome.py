@@ -14,6 +14,11 @@ from tunesmith.engine.batch.rollout import Completion, Group
 
 _SHOWN_CHARACTERS = 60
 
+LARGEST = 1e18
+"""Size of a reward, and of a sum of them, at most. Of larger ones the squares, whose sums a standard deviation and the
+loss of the values are of, are no numbers of float32.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:

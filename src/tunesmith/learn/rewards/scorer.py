@@ -28,6 +28,7 @@ from tunesmith.learn.rewards.functions import identity_of
 from tunesmith.learn.rewards.judged import JudgeReward
 from tunesmith.learn.rewards.model import ModelReward
 from tunesmith.learn.rewards.outcome import (
+    LARGEST,
     Failure,
     Logged,
     Policy,
@@ -333,7 +334,7 @@ class Settler:
     def settle(self, samples: Sequence[Sample], scored: Sequence[Scored], shape: tuple[int, int]) -> Scores:
         """The scores of all samples, as groups of `shape`.
 
-        A sample that no reward applies to, or whose sum is no float32, is a failure too, under the strictest of the
+        A sample that no reward applies to, or whose sum is beyond 1e18, is a failure too, under the strictest of the
         policies; a trajectory that its environment broke is left out, whatever they are. Raises RewardError for a
         failure under `fail`, and if every sample is dropped.
         """
@@ -353,8 +354,11 @@ class Settler:
             if place not in failures.dropped:
                 failures.add(", ".join(self._names), place, error, policy)
         total_N = (values_RN.nan_to_num(nan=0.0) * self._weights).sum(dim=0).float()
-        for place in (~total_N.isfinite()).nonzero().flatten().tolist():
-            message = f"the weighted sum of rewards of {samples[place]} is beyond float32; lower the weights"
+        for place in (~(total_N.abs() <= LARGEST)).nonzero().flatten().tolist():
+            message = (
+                f"the weighted sum of rewards of {samples[place]} is {total_N[place]:.3g}; 1e18 in size is the "
+                "most, so lower the weights"
+            )
             failures.add(", ".join(self._names), place, SampleError(message, "sum"), self._strictest)
             total_N[place] = 0.0
         self._log(failures.listed, len(samples))
