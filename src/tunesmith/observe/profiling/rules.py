@@ -47,6 +47,7 @@ _PEAKS = ("setup.dtype", "setup.best_dtype", "setup.peak_flop_per_s.{setup.dtype
 _PASS = ("update/micro_batch_tokens", "setup.num_layers", "setup.num_parameters", *_PEAKS[::2])
 _SLOTS = ("recipe.rollout.num_slots", "setup.num_layers", "setup.num_parameters", *_PEAKS[::2])
 _LENGTHS = ("completions/mean_length", "completions/max_length")
+_DRAWN = ("completions/mean_length", "rollout/prefill_tokens")
 _LARGER = {"{section}.{size}": computing.micro_batch_size}
 _CORES = ("setup.num_threads", "setup.usable_cores", "cpu/run_delay_s", "cpu/process")
 _WORK = ("update/micro_batch_tokens", "setup.num_parameters", "setup.num_layers")
@@ -267,6 +268,20 @@ RULES: tuple[Rule, ...] = (
         advice="take a chat template that keeps earlier turns as they are: most rewrite them to leave out reasoning",
         saving=waiting.broken_prefixes,
         scope="environments",
+    ),
+    Rule(
+        name="int8_drawing",
+        symptom="Completions are drawn in the model's dtype, and this machine multiplies faster in 8 bits.",
+        needs=("setup.products_s.model", "setup.products_s.int8", "time/rollout_s", *_DRAWN),
+        evidence="products of a decoding step take {setup.products_s.model:.3g} s, and {setup.products_s.int8:.3g} s "
+        "in 8 bits (products_s in setup.json); time/rollout_s {time/rollout_s:.3g} s of {time/step_s:.3g} s",
+        advice="draw in 8 bits. The trade: tokens come from another distribution than the one that is trained, for "
+        "which importance weights correct, and several updates of a rollout need a pass for the old policy, which is "
+        "counted here; watch sampling/sampling_logp_difference/mean",
+        settings={"rollout.weights": "int8"},
+        saving=drawing.int8_drawing,
+        scope="sampling",
+        least=0.1,
     ),
     Rule(
         name="cache_starved",
