@@ -47,7 +47,6 @@ _PEAKS = ("setup.dtype", "setup.best_dtype", "setup.peak_flop_per_s.{setup.dtype
 _PASS = ("update/micro_batch_tokens", "setup.num_layers", "setup.num_parameters", *_PEAKS[::2])
 _SLOTS = ("recipe.rollout.num_slots", "setup.num_layers", "setup.num_parameters", *_PEAKS[::2])
 _LENGTHS = ("completions/mean_length", "completions/max_length")
-_DRAWN = ("completions/mean_length", "rollout/prefill_tokens")
 _LARGER = {"{section}.{size}": computing.micro_batch_size}
 _CORES = ("setup.num_threads", "setup.usable_cores", "cpu/run_delay_s", "cpu/process")
 _WORK = ("update/micro_batch_tokens", "setup.num_parameters", "setup.num_layers")
@@ -272,7 +271,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="int8_drawing",
         symptom="Completions are drawn in the model's dtype, and this machine multiplies faster in 8 bits.",
-        needs=("setup.products_s.model", "setup.products_s.int8", "time/rollout_s", *_DRAWN),
+        needs=("setup.products_s.model", "setup.products_s.int8", "time/rollout_s", "setup.num_layers"),
         evidence="products of a decoding step take {setup.products_s.model:.3g} s, and {setup.products_s.int8:.3g} s "
         "in 8 bits (products_s in setup.json); time/rollout_s {time/rollout_s:.3g} s of {time/step_s:.3g} s",
         advice="draw in 8 bits. The trade: tokens come from another distribution than the one that is trained, for "

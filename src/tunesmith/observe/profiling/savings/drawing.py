@@ -3,7 +3,14 @@
 import math
 
 from tunesmith.observe.profiling.facts import Facts
-from tunesmith.observe.profiling.savings.saving import Saving, around, decode_step_s, num_completions, rows_at_a_time
+from tunesmith.observe.profiling.savings.saving import (
+    Saving,
+    around,
+    around_products_s,
+    decode_step_s,
+    num_completions,
+    rows_at_a_time,
+)
 
 _LOW_TEMPERATURE = 0.7
 """Temperature below which completions of a group are often alike."""
@@ -25,16 +32,15 @@ def engine_fallback(f: Facts) -> Saving | None:
 
 
 def int8_drawing(f: Facts) -> Saving | None:
-    """Products take as much less time as they did when the run began; all else of drawing stays. The pass for the old
-    policy that an exact engine makes needless comes back, where a rollout has several updates.
+    """The products of a decoding step take as much less time as they did when the run began; all else of drawing stays.
+    The pass for the old policy that an exact engine makes needless comes back, where a rollout has several updates.
     """
     is_corrected = f.values.get("recipe.rollout.importance.mode") != "off"
-    if f.values.get("recipe.rollout.weights") != "model" or not is_corrected or not f.stage_s("rollout"):
+    if f.values.get("recipe.rollout.weights") != "model" or not is_corrected:
         return None
     before_s, after_s = f.number("setup.products_s.model"), f.number("setup.products_s.int8")
-    num_tokens = num_completions(f) * f.number("completions/mean_length") + f.number("rollout/prefill_tokens")
-    products_s = min(0.9 * f.stage_s("rollout"), num_tokens / rows_at_a_time(f) * before_s)
-    saved_s = products_s * (1 - after_s / before_s) * (1 + f.stage_s("evaluate") / f.stage_s("rollout"))
+    share = (before_s - after_s) / (before_s + around_products_s(f, rows_at_a_time(f)))
+    saved_s = share * (f.stage_s("rollout", "evaluate") - f.number("time/rollout/load_s", 0.0))
     num_epochs = f.number(f"recipe.{f.section}.num_epochs", 1.0)
     has_updates = num_epochs * f.number(f"recipe.{f.section}.num_minibatches", 1.0) > 1
     new_s = f.stage_s("forward") / num_epochs if has_updates and not f.stage_s("old_policy") else 0.0
