@@ -15,7 +15,7 @@ import torch
 from tunesmith.base.config.recipe import SamplingRecipe
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.schema.weights import Weights
-from tunesmith.engine.distributed.ranks import gathered, num_ranks
+from tunesmith.engine.distributed.ranks import gathered, num_ranks, rank
 from tunesmith.engine.kernels.linear_int8.api import has_native
 from tunesmith.engine.kernels.native import NATIVE_DTYPES, Choice, Kernels
 from tunesmith.engine.models.architecture import Projection
@@ -91,7 +91,8 @@ def with_chosen_weights(cfg: RecipeT, policy: LanguageModel) -> RecipeT:
             chosen = "int8"
     choices: list[Weights] = [chosen]
     chosen = gathered(choices, "choice of weights", all_ranks=True)[0]
-    _log.info("rollout.weights is auto: %s, because %s", chosen, why)
+    if rank() == 0:
+        _log.info("rollout.weights is auto: %s, because %s", chosen, why)
     return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"weights": chosen})})
 
 
