@@ -291,6 +291,7 @@ NOT_RUN: Mapping[str, str] = {
     "gpu_idle": "no GPU here",
     "waiting_ranks": "training runs in one process",
     "engine_reload": "the setting is the default, and no run here is named for it: packed weights are small",
+    "int8_drawing": "the setting is the default, and a trade of exact log-probs for time, on some machines",
     "slow_callback": "a callback is given in Python, and these runs are started as commands",
     "unknown_answers": "these runs have no reward model with heads; `benchmarks.pessimism` has such trainings",
     "slow_tools": "these runs talk to no environment; `benchmarks.environments` measures one whose tools are slow",

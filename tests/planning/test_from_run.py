@@ -47,6 +47,13 @@ def test_rank_0_records_its_own_share_of_the_prompts(run_dir: Path, tmp_path: Pa
     assert read_measured(tmp_path / "run").work.prompt_tokens == 2 * read_measured(run_dir).work.prompt_tokens
 
 
+def test_what_auto_chose_is_what_the_run_draws_with(run_dir: Path, tmp_path: Path):
+    shutil.copytree(run_dir, tmp_path / "run")
+    setup = tmp_path / "run" / "setup.json"
+    setup.write_text(json.dumps({**json.loads(setup.read_text()), "rollout_weights": "int8"}))
+    assert read_measured(tmp_path / "run").work.draws_in_int8 and not read_measured(run_dir).work.draws_in_int8
+
+
 def test_workers_draw_at_once_while_there_are_cores(run_dir: Path):
     steps = [predicted(run_dir, workers).stages for workers in (1, 2, 4)]
     assert steps[0]["update"] == steps[1]["update"]

@@ -24,6 +24,8 @@ SETUP = {
     "setup.estimate_gb.activations": 0.1,
     "setup.estimate_gb.cache": 0.1,
     "setup.estimate_gb.packed weights": 0.3,
+    "setup.products_s.model": 0.02,
+    "setup.products_s.int8": 0.02,
     **PEAKS,
 }
 
@@ -151,6 +153,7 @@ SHOWN: dict[str, dict[str, object]] = {
         "environment/calls": 3.0,
         "environment/failed_calls": 0.0,
     },
+    "int8_drawing": {"setup.products_s.int8": 0.008},
     "cache_starved": {
         "rollout/starved_s": 1.5,
         "rollout/slots_used": 0.05,

@@ -234,3 +234,20 @@ def test_settings_are_keys_of_the_recipe_whatever_the_algorithm(name: str, algor
     for cause in diagnose(shown).causes:
         assert cause.share >= 0.01
         assert all(f"recipe.{key}" in recipe(algorithm) for key in cause.settings)
+
+
+def test_8_bits_are_advised_with_their_trade_and_what_they_cost() -> None:
+    faster: dict[str, object] = {"setup.products_s.int8": 0.002}
+    cause = named(faster, "int8_drawing")
+    assert cause.settings == {"rollout.weights": "int8"}
+    assert "The trade" in cause.advice
+    epochs = {**faster, "recipe.grpo.num_epochs": 4}
+    with_pass = named(epochs, "int8_drawing")
+    assert cause.predicted_saving_s - with_pass.predicted_saving_s == pytest.approx(1.1 / 4)
+    for silent in (
+        {"recipe.rollout.weights": "auto"},
+        {"recipe.rollout.weights": "int8"},
+        {"recipe.rollout.importance.mode": "off"},
+        {"setup.products_s.int8": 0.03},
+    ):
+        assert "int8_drawing" not in [one.name for one in diagnose(facts({**faster, **silent})).causes]

@@ -87,7 +87,7 @@ def train(
         cfg = distill_recipe(folder, model=student, run=section, prompts=heldout, distill=options, alarms=alarms)
         return training(cfg, prompts=PROMPTS).run_dir
     grpo_section = {"num_minibatches": 2}
-    rollout = {"weights": "int8"} if trainer == "int8" else {"recompute_logps": True}
+    rollout = {"weights": trainer} if trainer in ("model", "int8", "auto") else {"recompute_logps": True}
     parts = {"evaluation": {"correct_at": 0.5}, "alarms": ALARMS, "rollout": rollout}
     cfg = grpo_recipe(folder, model=model, run=section, prompts=heldout, grpo=grpo_section, **parts)
     return training(cfg, prompts=PROMPTS, rewards=[noisy]).run_dir

@@ -124,3 +124,17 @@ def test_a_policy_that_leaves_what_the_heads_know_is_told_and_one_that_began_out
     assert steps_of(outside, "unfamiliar", AlarmsSection(max_unfamiliar=0.95)) == []
     assert steps_of(outside, "unfamiliar", AlarmsSection(max_unfamiliar=None)) == []
     assert steps_of([{}] * 5, "unfamiliar") == []
+
+
+def test_draws_too_far_from_the_policy_to_be_corrected_are_told_with_what_to_change() -> None:
+    cut, difference = "sampling/importance_sampling_ratio/cut_share", "sampling/sampling_logp_difference/mean"
+    near, far = {cut: 0.001, difference: 0.1}, {cut: 0.4, difference: 0.2}
+    rows = [near, near, far, far, near, near, near, {**near, difference: 0.8}, {cut: 0.4}, {}]
+    assert steps_of(rows, "mismatch") == [3, 8]
+    assert steps_of([{**near, difference: 0.5}] * 4, "mismatch") == [3]
+    assert steps_of([{**far, difference: 0.5}] * 4, "mismatch", AlarmsSection(max_cut_share=0.5)) == [3]
+    off = AlarmsSection(max_cut_share=None, max_logp_difference=None)
+    assert steps_of([{**far, difference: 0.5}] * 4, "mismatch", off) == []
+    (found,) = alarms([{"step": float(step), **far} for step in (1, 2, 3)], DEFAULTS)
+    assert found.message.startswith("40% of the importance weights are cut")
+    assert "0.2 nats from the trainer's" in found.message and "train with rollout.weights model" in found.message

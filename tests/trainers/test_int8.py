@@ -1,6 +1,8 @@
 """Training on completions that are drawn in 8 bits: corrected by importance weights, repeatable, also when resumed."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ from jobs import forked, go_on, outcome, the_run, train
 from recipes import PROMPTS, best_of_n_recipe, distill_recipe, grpo_recipe, online_dpo_recipe, ppo_recipe, training
 
 from tunesmith.base.runs.checkpoint import list_steps
+from tunesmith.base.runs.listing import read_object
+from tunesmith.engine.rollout import products
 
 INT8 = {"weights": "int8"}
 
@@ -71,4 +75,28 @@ def test_killed_and_resumed_in_another_process_a_run_ends_the_same(lora: dict[st
     assert forked(train, "int8", killed, "float32", lora, fault="update/backward:kill:13") == -9
     assert list_steps(the_run(killed) / "checkpoints")[-1] >= 4
     assert forked(go_on, the_run(killed)) == 0
+    assert outcome(the_run(killed)) == outcome(the_run(whole))
+
+
+def measured(seconds: dict[str, float], do: Callable[..., object], *arguments: object) -> None:
+    """`do(*arguments)` on a machine whose products take `seconds`."""
+    products._measured = lambda *_: seconds  # type: ignore[assignment]
+    do(*arguments)
+
+
+@pytest.mark.parametrize("chosen", ["int8", "model"])
+def test_what_auto_chose_holds_after_a_kill_whatever_is_measured_then(chosen: str, tmp_path: Path) -> None:
+    other = "model" if chosen == "int8" else "int8"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    assert forked(train, chosen, whole) == 0
+    now, later = {chosen: 0.5, other: 1.0}, {chosen: 1.0, other: 0.5}
+    assert forked(partial(measured, now, train), "auto", killed, fault="update/backward:kill:13") == -9
+    setup = read_object(the_run(killed) / "setup.json")
+    assert (setup["rollout_weights"], setup["products_s"]) == (chosen, now)
+    assert forked(partial(measured, later, go_on), the_run(killed)) == 0
+    assert "  weights: auto\n" in (the_run(killed) / "recipe.yaml").read_text()
+    setup = read_object(the_run(killed) / "setup.json")
+    assert (setup["rollout_weights"], setup["products_s"]) == (chosen, later)
     assert outcome(the_run(killed)) == outcome(the_run(whole))

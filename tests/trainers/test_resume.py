@@ -18,7 +18,7 @@ from tunesmith.base.config.load import load_recipe
 from tunesmith.base.core.errors import RunError
 from tunesmith.base.runs.checkpoint import list_steps
 from tunesmith.base.runs.listing import read_run
-from tunesmith.learn.trainers.resume import with_threads
+from tunesmith.learn.trainers.resume import as_begun
 
 POLICY = (  # all that policies share; GRPO has only its own below
     *("rollout", "reward", "reward/noisy", "old_policy", "reference", "update/forward", "update/backward"),
@@ -256,10 +256,10 @@ def test_it_goes_on_with_the_threads_that_the_run_began_with(tmp_path: Path, int
     setup = run_dir / "setup.json"
     setup.write_text(json.dumps({**json.loads(setup.read_text()), "num_threads": 3}))
     recipe = load_recipe("ppo", file=run_dir / "recipe.yaml", overrides={"run.num_threads": 0}).recipe
-    assert with_threads(recipe, run_dir).run.num_threads == 3
+    assert as_begun(recipe, run_dir).run.num_threads == 3
     setup.unlink()  # killed before it was written
     num_cores = json.loads((run_dir / "environment.json").read_text())["num_cores"]
-    assert with_threads(recipe, run_dir).run.num_threads == num_cores
+    assert as_begun(recipe, run_dir).run.num_threads == num_cores
 
 
 def test_the_learning_rate_may_change_and_the_change_is_noted(tmp_path: Path, interrupted: Copies) -> None:

@@ -339,6 +339,11 @@ class AlarmsSection(Section):
     max_unfamiliar: Fraction | None = 0.5
     """Largest share of completions on which the heads of a reward model differ more than on 95 % of the answers of
     held-out votes; null is off."""
+    max_cut_share: Fraction | None = 0.1
+    """Largest share of importance weights that are cut, over three steps; null is off."""
+    max_logp_difference: Positive | None = 0.3
+    """Largest mean difference of a token's log-prob under the sampling distribution and by the trainer, in nats, over
+    three steps; null is off."""
 
 
 class ImportanceSection(Section):
@@ -396,9 +401,10 @@ class RolloutSection(Section):
     """Above 1, tokens of the prompt and the completion become less likely; 1 is off."""
     num_slots: PositiveInt = 128
     """Completions sampled at a time by the native engine, or asked of a server."""
-    weights: Weights = "model"
+    weights: Weights | Literal["auto"] = "model"
     """Weights that the native engine multiplies with: in the model's dtype, or rounded to 8 bits, which is faster and
-    leaves its log-probs some hundredths of a nat from the trainer's, for which `importance` corrects."""
+    leaves its log-probs some hundredths of a nat from the trainer's, for which `importance` corrects. `auto` measures
+    when a run begins, and takes 8 bits where they are faster by a fifth or more and are corrected."""
     drafts: bool = True
     """With up to four completions at a time, the native engine also computes guesses of the tokens behind the next one.
     Nothing but the time depends on it."""
@@ -413,6 +419,11 @@ class RolloutSection(Section):
     batch_size: PositiveInt = 64
     """Completions sampled at a time, by the transformers engine."""
     importance: ImportanceSection = ImportanceSection()
+
+    @property
+    def own_weights(self) -> Weights:
+        """`weights`; those of the model where `auto` has not been decided."""
+        return "model" if self.weights == "auto" else self.weights
 
     @model_validator(mode="after")
     def _check_lengths_and_server(self) -> "RolloutSection":

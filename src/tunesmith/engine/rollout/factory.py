@@ -120,7 +120,7 @@ def engine_for(
     ahead: Ahead | None = None,
 ) -> Engine:
     """The engine that a recipe's sections name, on the weights that `optimizer()` changes; it may draw `ahead`."""
-    workers = Workers.of(scale, cfg.weights, drafts=cfg.drafts) if scale is not None and scale.workers else None
+    workers = Workers.of(scale, cfg.own_weights, drafts=cfg.drafts) if scale is not None and scale.workers else None
     if workers and num_ranks() > 1:
         raise InputError(
             f"scale.workers is {workers.count}, but {num_ranks()} ranks draw already; set one of them back"
@@ -151,7 +151,7 @@ def engine_for(
 
 def own_backend(cfg: RolloutSection) -> Literal["transformers"] | Native:
     """The engine of this process that a recipe's section names; the native one where it names vLLM."""
-    return "transformers" if cfg.backend == "transformers" else Native(cfg.weights, cfg.drafts)
+    return "transformers" if cfg.backend == "transformers" else Native(cfg.own_weights, cfg.drafts)
 
 
 def _check(backend: object, **numbers: int | None) -> None:

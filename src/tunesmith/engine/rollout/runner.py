@@ -102,16 +102,17 @@ class Packer:
             return PackedLinear(packed_of(projection), bias_O, projection.sizes)
         parts = projection.weights
         weight_OI = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-        return self._packed(weight_OI, bias_O, projection.sizes)
+        return self.pack_weight(weight_OI, bias_O, projection.sizes)
 
     @torch.no_grad()
     def pack_experts(self, stack: Stack) -> list[PackedLinear]:
         """Copies of the experts' current weights."""
         biases = [None] * len(stack.weights) if stack.bias_EO is None else [bias_O.clone() for bias_O in stack.bias_EO]
         parts = zip(stack.weights, biases, strict=True)
-        return [self._packed(weight_OI.contiguous(), bias_O, (len(weight_OI),)) for weight_OI, bias_O in parts]
+        return [self.pack_weight(weight_OI.contiguous(), bias_O, (len(weight_OI),)) for weight_OI, bias_O in parts]
 
-    def _packed(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, sizes: tuple[int, ...]) -> PackedLinear:
+    def pack_weight(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, sizes: tuple[int, ...]) -> PackedLinear:
+        """A copy of a weight, with its bias."""
         if self._weights == "int8":
             return PackedLinear(pack_int8(weight_OI, kernels=self._kernels), bias_O, sizes)
         block = self._blocks.of(weight_OI)

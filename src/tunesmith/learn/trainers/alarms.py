@@ -16,6 +16,10 @@ _STEPS_WITHOUT = 3
 _MANY = 0.1
 """Share of broken trajectories that is told."""
 
+_CUT, _DIFFERENCE = "sampling/importance_sampling_ratio/cut_share", "sampling/sampling_logp_difference/mean"
+_STEPS_OF_MISMATCH = 3
+"""Steps over which the distance of engine and trainer is averaged."""
+
 Row = Mapping[str, float]
 
 
@@ -135,6 +139,23 @@ def _nothing_earned(rows: Sequence[Row], section: AlarmsSection) -> str:
     )
 
 
+def _mismatch(rows: Sequence[Row], section: AlarmsSection) -> str:
+    """The message on completions that were drawn from too different a distribution, as a mean of the last steps."""
+    limits = {_CUT: section.max_cut_share, _DIFFERENCE: section.max_logp_difference}
+    last = [row for row in rows[-_STEPS_OF_MISMATCH:] if _CUT in row and _DIFFERENCE in row]
+    if len(last) < _STEPS_OF_MISMATCH:
+        return ""
+    means = {name: fmean(row[name] for row in last) for name in limits}
+    if not any(limit is not None and means[name] > limit for name, limit in limits.items()):
+        return ""
+    return (
+        f"{means[_CUT]:.0%} of the importance weights are cut (alarms.max_cut_share), and a token's log-prob is "
+        f"{means[_DIFFERENCE]:.2g} nats from the trainer's (alarms.max_logp_difference): too far to be corrected. With "
+        "rollout.weights int8 or auto, train with rollout.weights model; else lower scale.staleness, or sample nearer "
+        "to the model (rollout.top_p, rollout.repetition_penalty)"
+    )
+
+
 _ALARMS: Mapping[str, Callable[[Sequence[Row], AlarmsSection], str]] = MappingProxyType(
     {
         "kl": _kl,
@@ -144,6 +165,7 @@ _ALARMS: Mapping[str, Callable[[Sequence[Row], AlarmsSection], str]] = MappingPr
         "unfamiliar": _unfamiliar,
         "environment": _environment,
         "nothing_earned": _nothing_earned,
+        "mismatch": _mismatch,
     }
 )
 """Functions that return the message of a finding if the last row is alarming, else empty text, by its name."""

@@ -21,6 +21,7 @@ from tunesmith.engine.models.language_model import Backend, FullForward, TrunkFo
 from tunesmith.engine.models.load import compute_dtype
 from tunesmith.engine.models.loaded import PreTrainedModel
 from tunesmith.engine.rollout.engine import Engine
+from tunesmith.engine.rollout.products import product_seconds
 from tunesmith.learn.trainers.api import Learner, Metrics
 from tunesmith.learn.trainers.estimate import Estimate
 from tunesmith.observe.profiling.peak import matmul_flop_per_s
@@ -61,14 +62,15 @@ def computing(cfg: Recipe, learner: Learner, estimate: Estimate) -> dict[str, ob
 def _engine(cfg: Recipe, learner: Any, module: PreTrainedModel) -> dict[str, object]:
     """The rollout engine, and why it is not the native one; null in an algorithm that draws nothing."""
     if not isinstance(cfg, SamplingRecipe):
-        return {"engine": None, "engine_reason": "", "engine_exact": None}
+        return {"engine": None, "engine_reason": "", "engine_exact": None, "rollout_weights": None, "products_s": None}
+    chosen = {"rollout_weights": cfg.rollout.own_weights, "products_s": product_seconds(learner.policy, cfg)}
     engine: Engine = learner.engine
     reason = ""
     if cfg.rollout.backend != "native":
         reason = f"rollout.backend is {cfg.rollout.backend}"
     elif engine.name == "transformers" and isinstance(unknown := language_model(module).backend, FullForward):
         reason = unknown.reason
-    return {"engine": engine.name, "engine_reason": reason, "engine_exact": engine.is_exact}
+    return {"engine": engine.name, "engine_reason": reason, "engine_exact": engine.is_exact, **chosen}
 
 
 def _forward(learner: Any, trained: Any) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tunesmith.base.config.load import Resolved, load_recipe, read_algorithm
-from tunesmith.base.config.recipe import Recipe
+from tunesmith.base.config.recipe import Recipe, SamplingRecipe
 from tunesmith.base.core.errors import InputError, RunError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.runs.environment import other_folder, package_versions
@@ -18,6 +18,7 @@ from tunesmith.base.runs.folder import RUN_ID, RunFolder
 from tunesmith.base.runs.listing import read_object
 from tunesmith.base.runs.lock import RunLock, only_start
 from tunesmith.base.runs.manifest import list_steps
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.distributed.launch import as_started, leads
 from tunesmith.learn.trainers import restart
 from tunesmith.learn.trainers.api import Inputs, Listener
@@ -57,7 +58,7 @@ def resume(
         )
     if leads():
         _note_resume(run_dir, changes)
-    recipe = with_threads(recipe, run_dir, old.scale.ranks)
+    recipe = as_begun(recipe, run_dir, old.scale.ranks)
     return run(recipe, inputs, progress=progress, resume=run_dir, listener=listener)
 
 
@@ -127,11 +128,16 @@ def checked_folder(run_dir: Path) -> Path:
     return run_dir
 
 
-def with_threads(recipe: Recipe, run_dir: Path, num_ranks: int = 1) -> Recipe:
+def as_begun(recipe: Recipe, run_dir: Path, num_ranks: int = 1) -> Recipe:
     """`recipe` with the number of threads that the run, and each of its `num_ranks`, began with: sums depend on it in
-    their last bits.
+    their last bits. And with the weights that `rollout.weights: auto` chose: another measurement may differ.
     """
-    began = read_object(run_dir / "setup.json").get("num_threads")
+    setup = read_object(run_dir / "setup.json")
+    chosen = setup.get("rollout_weights")
+    if isinstance(recipe, SamplingRecipe) and recipe.rollout.weights == "auto" and chosen in get_args(Weights):
+        _log.info("rollout.weights is auto: %s, as when the run began", chosen)
+        recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"weights": chosen})})
+    began = setup.get("num_threads")
     known = began if isinstance(began, int) else max(1, _facts(run_dir)["num_cores"] // num_ranks)
     num_threads = recipe.run.num_threads or known
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"num_threads": num_threads})})

@@ -32,6 +32,7 @@ from tunesmith.engine.models.language_model import model_of_recipe
 from tunesmith.engine.models.lora import trained_parameters
 from tunesmith.engine.models.optimizer import moment_bytes
 from tunesmith.engine.models.tokenizer import decode_marked, encode_prompt
+from tunesmith.engine.rollout.products import with_chosen_weights
 from tunesmith.engine.rollout.remote.in_process import vllm_library
 from tunesmith.engine.rollout.remote.server import Server
 from tunesmith.engine.rollout.workers.actors import ray_library
@@ -155,6 +156,7 @@ def lead(
     """
     device = setup.prepare(cfg)
     task = task_of(cfg, inputs, device, algorithm)
+    cfg = settled(cfg, task)
     try:
         return led(cfg, task, device, open_run, progress, asked)
     finally:
@@ -215,6 +217,7 @@ def follow(cfg: Recipe, inputs: Inputs, algorithm: type[PolicyLearner] | None) -
     """The run as a rank above 0 makes it: it computes its share of what rank 0 orders, and writes nothing."""
     device = setup.prepare(cfg)
     task = task_of(cfg, inputs, device, algorithm)
+    cfg = settled(cfg, task)
     tokens_of(task).check()
     learner = task.build()
     agreed(task.prepare(learner, False))
@@ -312,6 +315,13 @@ def task_of(cfg: Recipe, inputs: Inputs, device: torch.device, algorithm: type[P
     return task
 
 
+def settled(cfg: Recipe, task: Any) -> Recipe:
+    """`cfg`, and that of `task`, with the choice of `rollout.weights: auto` made, before ranks divide the model."""
+    if isinstance(cfg, SamplingRecipe) and cfg.rollout.weights == "auto":
+        task.cfg = cfg = with_chosen_weights(cfg, model_of_recipe(task.loaded.model, cfg.model))
+    return cfg
+
+
 def check_installed(cfg: Recipe) -> None:
     """Check that the packages are installed which the recipe asks for and which only its run would need.
 
@@ -392,6 +402,7 @@ def preview(cfg: Recipe) -> Preview:
         InputError: for a model, data or reward that cannot be used, as the run would.
     """
     task: Any = task_of(cfg, Inputs(), torch.device("cpu"))
+    cfg = settled(cfg, task)
     module = task.model if isinstance(task, RewardTask) else task.loaded.model
     moments = moment_bytes(sum(one.numel() for one in trained_parameters(module).values()), cfg.optimizer)
     num_checkpoints = cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0

@@ -86,6 +86,8 @@ def _measured(path: Path, facts: Facts) -> MeasuredRun:
     itemsize = 4 if facts.text("setup.dtype") == "float32" else 2
     trained = facts.number("setup.num_trained") / facts.number("setup.num_parameters")
     work = replace(work, itemsize=itemsize, trained_share=min(1.0, trained))
+    if facts.values.get("setup.rollout_weights") == "int8":  # which `auto` may have chosen
+        work = replace(work, draws_in_int8=True)
     threads, cores = facts.number("setup.num_threads"), facts.number("setup.usable_cores")
     rate = facts.number(f"setup.peak_flop_per_s.{facts.text('setup.dtype')}") * (2 if itemsize == 4 else 1)
     hardware = replace(

@@ -269,6 +269,20 @@ RULES: tuple[Rule, ...] = (
         scope="environments",
     ),
     Rule(
+        name="int8_drawing",
+        symptom="Completions are drawn in the model's dtype, and this machine multiplies faster in 8 bits.",
+        needs=("setup.products_s.model", "setup.products_s.int8", "time/rollout_s", "setup.num_layers"),
+        evidence="products of a decoding step take {setup.products_s.model:.3g} s, and {setup.products_s.int8:.3g} s "
+        "in 8 bits (products_s in setup.json); time/rollout_s {time/rollout_s:.3g} s of {time/step_s:.3g} s",
+        advice="draw in 8 bits. The trade: tokens come from another distribution than the one that is trained, for "
+        "which importance weights correct, and several updates of a rollout need a pass for the old policy, which is "
+        "counted here; watch sampling/sampling_logp_difference/mean",
+        settings={"rollout.weights": "int8"},
+        saving=drawing.int8_drawing,
+        scope="sampling",
+        least=0.1,
+    ),
+    Rule(
         name="cache_starved",
         symptom="The cache is too small to use all slots.",
         needs=("rollout/starved_s", "rollout/slots_used", *_SLOTS),

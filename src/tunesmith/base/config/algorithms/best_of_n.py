@@ -73,7 +73,7 @@ SPEC = Spec(
         *kl_rules("best_of_n"),
         Rule("best_of_n.kl.bias_correction", always, "best-of-n has no ratio to weigh the KL with; leave this out"),
         Rule(
-            "rollout.importance.* rollout.recompute_logps",
+            "rollout.importance.* rollout.recompute_logps alarms.max_cut_share alarms.max_logp_difference",
             always,
             "best-of-n learns the kept completions as SFT does, without the log-probs that they were drawn with; leave "
             "this out",

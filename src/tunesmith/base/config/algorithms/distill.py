@@ -146,7 +146,8 @@ SPEC = Spec(
             "it belongs to distill.self_weights ema; set that, or leave this out",
         ),
         Rule(
-            "rollout.importance.* rollout.recompute_logps rollout.score_while_drawing",
+            "rollout.importance.* rollout.recompute_logps rollout.score_while_drawing "
+            "alarms.max_cut_share alarms.max_logp_difference",
             always,
             "distillation has no reward and no ratio; leave this out",
         ),

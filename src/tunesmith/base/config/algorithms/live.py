@@ -54,6 +54,8 @@ class LiveRolloutSection(RolloutSection):
     def _check_backend(self) -> "LiveRolloutSection":
         if self.backend == "vllm":
             raise ValueError("backend is vllm, but the live loop draws from several models; set native or transformers")
+        if self.weights == "auto":
+            raise ValueError("weights is auto, which is for runs: the live loop records no choice; give model or int8")
         return self
 
 

@@ -68,7 +68,7 @@ SPEC = Spec(
     rules=(
         *direct_loss_rules("online_dpo"),
         Rule(
-            "rollout.importance.* rollout.recompute_logps",
+            "rollout.importance.* rollout.recompute_logps alarms.max_cut_share alarms.max_logp_difference",
             always,
             "a direct loss has no ratio to the policy that drew; leave this out",
         ),

@@ -50,8 +50,13 @@ def pass_rate(f: Facts) -> float:
 def decode_step_s(f: Facts, num_rows: float) -> float:
     """Seconds of a step of the native engine that decodes `num_rows` tokens: Python, the weights, and each row."""
     num_parameters, itemsize = f.number("setup.num_parameters"), 4 if f.text("setup.dtype") == "float32" else 2
-    fixed_s = 4e-4 + 5e-5 * f.number("setup.num_layers") + num_parameters * itemsize / _BYTES_PER_S
-    return fixed_s + num_rows * (3e-5 + 2 * num_parameters / pass_rate(f))
+    weights_s = num_parameters * itemsize / _BYTES_PER_S
+    return around_products_s(f, num_rows) + weights_s + num_rows * 2 * num_parameters / pass_rate(f)
+
+
+def around_products_s(f: Facts, num_rows: float) -> float:
+    """Seconds of such a step that are no products: Python, attention, sampling."""
+    return 4e-4 + 5e-5 * f.number("setup.num_layers") + num_rows * 3e-5
 
 
 def pass_fixed_s(f: Facts) -> float:
