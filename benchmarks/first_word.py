@@ -14,7 +14,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 
@@ -51,44 +51,51 @@ def arena(options: Namespace, say: Say) -> dict[str, Any]:
 
     Raises:
         InputError: playwright is not installed.
+        TrainingError: a model does not answer.
     """
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
         raise InputError("playwright is not installed; install the group `dev` of this repository") from None
-    found: list[list[float]] = []
     model = {"model.dtype": "float32"} if options.quick else {"model.num_trainable_layers": 1}
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         rows = [{"prompt": "What is the sky?", "completion": " Blue."}] * 2
         settings = {"sft.demonstrations_per_step": 2, "demonstrations.heldout_fraction": 0.0, "run.dir": place, **model}
         train.sft(model=_model(options), demonstrations=rows, steps=1, progress=False, **settings)
-        with served("studio", place) as server, sync_playwright() as play:
-            browser = play.chromium.launch(executable_path=options.browser, args=["--no-sandbox", "--disable-gpu"])
-            context = browser.new_context()
-            context.new_page().goto(server["login_url"], wait_until="networkidle")
-            wait_until_read(context, server["url"], 1)
-            for number in range(options.rounds + 1):
-                page = context.new_page()
-                page.goto(f"{server['url']}/arena")
-                page.wait_for_selector("#message:not([disabled])")
-                page.evaluate(_WATCH)
-                page.locator("#message").fill(MESSAGES[number % len(MESSAGES)])
-                page.locator("#message").press("Enter")
-                until_s = time.perf_counter() + _LONGEST_S
-                while not all(seen := page.evaluate("[window.seen[0], window.seen[1]]")):
-                    if time.perf_counter() > until_s:
-                        raise TrainingError(f"no answer in the arena within {_LONGEST_S} s")
-                    page.wait_for_timeout(50)
-                found.append(sorted(value / 1000 for value in seen))
-                page.close()
-                say(f"arena: first words after {found[-1][0]:.2f} and {found[-1][1]:.2f} s")
-            browser.close()
+        server = stack.enter_context(served("studio", place))
+        play = stack.enter_context(sync_playwright())
+        browser = play.chromium.launch(executable_path=options.browser, args=["--no-sandbox", "--disable-gpu"])
+        stack.callback(browser.close)
+        context = browser.new_context()
+        context.new_page().goto(server["login_url"], wait_until="networkidle")
+        wait_until_read(context, server["url"], 1)
+        found: list[list[float]] = []
+        for number in range(options.rounds + 1):
+            found.append(conversation(context, server["url"], MESSAGES[number % len(MESSAGES)]))
+            say(f"arena: first words after {found[-1][0]:.2f} and {found[-1][1]:.2f} s")
     first, *later = found
     sides = ("first_word_s", "other_word_s")
     return {
         "loading": dict(zip(sides, first, strict=True)),
         **{name: median(one[side] for one in later) for side, name in enumerate(sides)},
     }
+
+
+def conversation(context: Any, url: str, message: str) -> list[float]:
+    """Seconds from Enter to the first text of each answer to a message, the faster one first."""
+    page = context.new_page()
+    page.goto(f"{url}/arena")
+    page.wait_for_selector("#message:not([disabled])")
+    page.evaluate(_WATCH)
+    page.locator("#message").fill(message)
+    page.locator("#message").press("Enter")
+    until_s = time.perf_counter() + _LONGEST_S
+    while not all(seen := page.evaluate("[window.seen[0], window.seen[1]]")):
+        if time.perf_counter() > until_s:
+            raise TrainingError(f"no answer in the arena within {_LONGEST_S} s")
+        page.wait_for_timeout(50)
+    page.close()
+    return sorted(value / 1000 for value in seen)
 
 
 @contextmanager
@@ -121,22 +128,31 @@ def chat(options: Namespace, weights: str) -> dict[str, Any]:
         read_until(place, _PROMPT)
         ready_s = time.perf_counter() - start_s
         for number in range(options.rounds):
-            message = MESSAGES[number % len(MESSAGES)].encode()
-            os.write(place, message + b"\n")
-            sent_s = last_s = time.perf_counter()
-            shown = read_until(place, b"\n").split(b"\n", 1)[1]  # what follows the echo of the line
-            whole, pieces = shown, 0
-            while not whole.endswith(_PROMPT):
-                if shown.strip():
-                    now_s = time.perf_counter()
-                    firsts += [now_s - sent_s] if pieces == 0 else []
-                    gaps += [now_s - last_s] if pieces else []
-                    last_s, pieces = now_s, pieces + 1
-                shown = os.read(place, 4096)
-                whole += shown
-            if not pieces:
-                raise TrainingError(f"tunesmith chat showed no answer to {message.decode()!r}")
+            first, *later = pieces_s(place, MESSAGES[number % len(MESSAGES)])
+            firsts.append(first)
+            gaps += later
     return {"ready_s": ready_s, "first_word_s": median(firsts), "between_s": median(gaps) if gaps else None}
+
+
+def pieces_s(place: int, message: str) -> list[float]:
+    """Seconds to the first piece of the answer in a terminal, and between that and each that follows.
+
+    Raises:
+        TrainingError: the answer is empty.
+    """
+    last_s, found = time.perf_counter(), list[float]()
+    os.write(place, message.encode() + b"\n")
+    whole = shown = read_until(place, b"\n").split(b"\n", 1)[1]  # what follows the echo of the line
+    while not whole.endswith(_PROMPT):
+        if shown.strip():
+            now_s = time.perf_counter()
+            found.append(now_s - last_s)
+            last_s = now_s
+        shown = os.read(place, 4096)
+        whole += shown
+    if not found:
+        raise TrainingError(f"tunesmith chat showed no answer to {message!r}")
+    return found
 
 
 def _model(options: Namespace) -> str:
