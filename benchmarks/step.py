@@ -11,7 +11,7 @@ emulated, TRL's default precision alone takes ten minutes: `--no-memory` leaves 
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import cast, get_args
 
 from benchmarks.common import Say, benchmark, head, run
 from benchmarks.process import Process
@@ -31,6 +31,7 @@ from benchmarks.trl import (
 )
 from tunesmith.base.config.algorithms.grpo import GRPORecipe
 from tunesmith.base.core.errors import TrainingError
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.models.load import compute_dtype
 from tunesmith.learn.trainers.grpo import GRPO
 from tunesmith.learn.trainers.rollouts import PolicyTask
@@ -59,6 +60,7 @@ class OurStep:
     backend: str | None = None
     micro_batch_size: int | None = None
     dtype: str = "auto"
+    weights: str = "model"
 
     def recipe(self) -> GRPORecipe:
         """The recipe of our side."""
@@ -71,6 +73,7 @@ class OurStep:
                     "completions_per_prompt": self.num_completions,
                     "max_new_tokens": self.num_tokens,
                     "min_new_tokens": self.num_tokens,
+                    "weights": self.weights,
                     **({"backend": self.backend} if self.backend else {}),
                 },
                 "grpo": {
@@ -112,13 +115,15 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     """
     load_trl()
     size = (4, 8) if options.quick else (8, 64)
-    settings = options.backend, options.micro_batch_size, options.dtype
+    settings = options.backend, options.micro_batch_size, options.dtype, options.weights
     ours = OurStep(options.model, *size, options.threads, options.seed, *settings)
     section = ours.recipe().grpo
     with exported(options.model) as folder:
         measured = _measured(ours, ours.trl(str(folder)), options, say)
     return {
-        **head(options, "step", "model", "against", "quick", packages=("torch", "transformers", "trl", "numpy")),
+        **head(
+            options, "step", "model", "against", "quick", "weights", packages=("torch", "transformers", "trl", "numpy")
+        ),
         "prompts": len(PROMPTS),
         "completions_per_prompt": ours.num_completions,
         "new_tokens": ours.num_tokens,
@@ -170,6 +175,7 @@ main = benchmark(
     *("model", "dtype", "micro_batch_size", "threads", "rounds", "seed", "quick"),
     against={"choices": ("trl",), "default": "trl", "help": "whose step"},
     backend={"choices": ("native", "transformers"), "help": "engine of our side; the recipe's default if left out"},
+    weights={"choices": get_args(Weights), "default": "model", "help": "products of our side's rollout"},
     no_memory={"action": "store_true", "help": "leave out TRL's memory in its default precision: two more steps"},
 )
 
