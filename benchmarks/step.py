@@ -45,6 +45,7 @@ PROMPTS = (
 """Short ones, because a long prompt that is computed once for each completion would flatter us."""
 
 KL_COEF = 0.04
+PACKAGES = ("torch", "transformers", "trl", "numpy")
 _QUICK_MICRO_BATCHES = (8, 16)
 
 
