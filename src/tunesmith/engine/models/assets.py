@@ -228,7 +228,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             # The folder may hold other files; never run their code.
             options = {"gguf_file": gguf.name, "trust_remote_code": False}
-            config, facts = AutoConfig.from_pretrained(gguf.parent, **options), GgufFacts.of(gguf)
+            facts = GgufFacts.of(gguf)  # first, for it says what is damaged
+            config = AutoConfig.from_pretrained(gguf.parent, **options)
             complete(config, facts)
             loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, config=config, dtype=torch.float32, **options)
             check_loaded(loaded, facts)
