@@ -193,6 +193,31 @@ def test_an_upload_that_broke_off_changes_nothing_and_goes_on(run, hub, push, mo
     assert "gguf" in front(files["README.md"])["tags"]
 
 
+def test_a_commit_whose_answer_was_lost_is_not_denied(run, hub, push):
+    """The commit was there, and the message said that nothing had changed."""
+    hub.breaks_after_commit = True
+    code, _, err = push(run, "--to", "alice/small")
+    assert (code, len(hub.repositories["alice/small"].commits)) == (2, 2)
+    assert "nothing in alice/small has changed" not in err
+    assert "alice/small has all of the commit or nothing of it, which its page shows" in err
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "text", "said"),
+    [
+        ("whoami", 503, "", "cannot answer now (503), asked for the token; try again later"),
+        ("/commit/", 500, "", "cannot answer now (500), asked for the files; try again later; nothing in alice/small"),
+        ("validate-yaml", 200, "<html>", "answered otherwise than a hub, asked for the files: see HF_ENDPOINT"),
+        ("create", 200, "[]", "answered otherwise than a hub, asked for a new repository"),
+    ],
+)
+def test_a_broken_server_is_not_said_to_refuse(part, status, text, said, run, hub, push):
+    """A server that failed was said to have refused the token or the files, or to be out of reach."""
+    hub.fails[part] = (status, text)
+    code, _, err = push(run, "--to", "alice/small")
+    assert (code, said in err) == (2, True), err
+
+
 def test_another_model_is_not_replaced_unasked(run, adapted, hub, push):
     assert push(run, "--to", "alice/small", "--gguf", "f32")[0] == 0
     code, _, err = push(adapted, "--to", "alice/small")
@@ -275,6 +300,9 @@ def test_refusals_say_what_to_change(run, hub, push, monkeypatch, tmp_path):
     for name in ("small", "a/b/c", "a/..", "a b/c"):
         code, _, err = push(run, "--to", name)
         assert (code, f"--to is {name!r}" in err) == (2, True)
+    code, _, err = push(run, "--to", "alice/small", "--base", "mine")
+    assert code == 2
+    assert "--base is 'mine'; give OWNER/NAME" in err
     code, _, err = push(run, "--to", "bob/small")
     assert code == 2
     assert "the token of alice may not write to bob/small" in err

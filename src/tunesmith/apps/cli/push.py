@@ -47,9 +47,9 @@ def push(words: Sequence[str]) -> None:
     from tunesmith.apps.workflows.publish import published_files, run_id
     from tunesmith.engine.models.hub import Hub, check_name, offline
 
-    check_name(options.to)
+    check_name("--to", options.to)
     if options.base:
-        check_name(options.base)
+        check_name("--base", options.base)
     with reporting(as_json=options.json) as output, tempfile.TemporaryDirectory(prefix="tunesmith-push-") as folder:
         hub = None if options.dry_run else Hub(options.to)
         found = hub.look() if hub else None
