@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +78,16 @@ def push(capsys: Capture) -> Push:
         return code, json.loads(said.out) if said.out else {}, said.err
 
     return pushed
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """No file can become larger within the block, which is what a full disk does to a write."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -216,6 +228,31 @@ def test_a_broken_server_is_not_said_to_refuse(part, status, text, said, run, hu
     hub.fails[part] = (status, text)
     code, _, err = push(run, "--to", "alice/small")
     assert (code, said in err) == (2, True), err
+
+
+@pytest.mark.parametrize("words", [("--format", "gguf"), ("--merge",), ()])
+def test_places_that_cannot_be_written_are_named(words, adapted, push, tmp_path, monkeypatch, capsys):
+    """Each of them left a traceback, with adapters."""
+    (tmp_path / "file").touch()
+    for dest in (tmp_path / "file" / "x", tmp_path / ("x" * 300)):
+        assert main(["export", str(adapted), str(dest), *words]) == 2
+        err = capsys.readouterr().err
+        assert f"{dest} cannot be written: " in err or f"cannot write the model to {dest}: " in err
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    code, _, err = push(adapted, "--to", "alice/small", "--dry-run")
+    assert code == 2
+    assert "(TMPDIR) cannot be written: No such file or directory" in err
+
+
+def test_a_full_disk_while_adapters_are_merged_is_named(adapted, tmp_path, capsys):
+    """safetensors has an error of its own for it, which was not read as one of the disk."""
+    with files_up_to(4096):
+        for words in (("--format", "gguf"), ("--merge",)):
+            assert main(["export", str(adapted), str(tmp_path / "new.gguf"), *words]) == 2
+            err = capsys.readouterr().err
+            assert "error: cannot write the model to" in err
+            assert "File too large" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_model_is_not_replaced_unasked(run, adapted, hub, push):
