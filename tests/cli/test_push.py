@@ -287,6 +287,13 @@ def test_another_model_is_not_replaced_unasked(run, adapted, hub, push):
     assert hub.repositories["alice/new"].files["LICENSE"] == b"mine"
 
 
+def test_the_card_says_that_the_base_was_in_8_bits(adapted, tmp_path, push):
+    rounded = train(tmp_path, "--model.lora.rank", "4", "--model.base", "int8")
+    for run, is_told in ((rounded, True), (adapted, False)):
+        card = push(run, "--to", "alice/small", "--dry-run")[1]["card"]
+        assert ("- Base in training: rounded to 8 bits; adapters on the base as it is" in card) is is_told
+
+
 def test_of_a_live_loop_the_served_version_is_sent(run, hub, push, tmp_path):
     loop = tmp_path / "loop"
     shutil.copytree(run, loop)
