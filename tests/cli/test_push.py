@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +78,16 @@ def push(capsys: Capture) -> Push:
         return code, json.loads(said.out) if said.out else {}, said.err
 
     return pushed
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """No file can become larger within the block, which is what a full disk does to a write."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -193,6 +205,56 @@ def test_an_upload_that_broke_off_changes_nothing_and_goes_on(run, hub, push, mo
     assert "gguf" in front(files["README.md"])["tags"]
 
 
+def test_a_commit_whose_answer_was_lost_is_not_denied(run, hub, push):
+    """The commit was there, and the message said that nothing had changed."""
+    hub.breaks_after_commit = True
+    code, _, err = push(run, "--to", "alice/small")
+    assert (code, len(hub.repositories["alice/small"].commits)) == (2, 2)
+    assert "nothing in alice/small has changed" not in err
+    assert "alice/small has all of the commit or nothing of it, which its page shows" in err
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "text", "said"),
+    [
+        ("whoami", 503, "", "cannot answer now (503), asked for the token; try again later"),
+        ("/commit/", 500, "", "cannot answer now (500), asked for the files; try again later; nothing in alice/small"),
+        ("validate-yaml", 200, "<html>", "answered otherwise than a hub, asked for the files: see HF_ENDPOINT"),
+        ("create", 200, "[]", "answered otherwise than a hub, asked for a new repository"),
+    ],
+)
+def test_a_broken_server_is_not_said_to_refuse(part, status, text, said, run, hub, push):
+    """A server that failed was said to have refused the token or the files, or to be out of reach."""
+    hub.fails[part] = (status, text)
+    code, _, err = push(run, "--to", "alice/small")
+    assert (code, said in err) == (2, True), err
+
+
+@pytest.mark.parametrize("words", [("--format", "gguf"), ("--merge",), ()])
+def test_places_that_cannot_be_written_are_named(words, adapted, push, tmp_path, monkeypatch, capsys):
+    """Each of them left a traceback, with adapters."""
+    (tmp_path / "file").touch()
+    for dest in (tmp_path / "file" / "x", tmp_path / ("x" * 300)):
+        assert main(["export", str(adapted), str(dest), *words]) == 2
+        err = capsys.readouterr().err
+        assert f"{dest} cannot be written: " in err or f"cannot write the model to {dest}: " in err
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    code, _, err = push(adapted, "--to", "alice/small", "--dry-run")
+    assert code == 2
+    assert "(TMPDIR) cannot be written: No such file or directory" in err
+
+
+def test_a_full_disk_while_adapters_are_merged_is_named(adapted, tmp_path, capsys):
+    """safetensors has an error of its own for it, which was not read as one of the disk."""
+    with files_up_to(4096):
+        for words in (("--format", "gguf"), ("--merge",)):
+            assert main(["export", str(adapted), str(tmp_path / "new.gguf"), *words]) == 2
+            err = capsys.readouterr().err
+            assert "error: cannot write the model to" in err
+            assert "File too large" in err
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_model_is_not_replaced_unasked(run, adapted, hub, push):
     assert push(run, "--to", "alice/small", "--gguf", "f32")[0] == 0
     code, _, err = push(adapted, "--to", "alice/small")
@@ -223,6 +285,13 @@ def test_another_model_is_not_replaced_unasked(run, adapted, hub, push):
     hub.repositories["alice/new"] = Repository("private", [{".gitattributes": b"", "LICENSE": b"mine"}])
     assert push(run, "--to", "alice/new")[0] == 0
     assert hub.repositories["alice/new"].files["LICENSE"] == b"mine"
+
+
+def test_the_card_says_that_the_base_was_in_8_bits(adapted, tmp_path, push):
+    rounded = train(tmp_path, "--model.lora.rank", "4", "--model.base", "int8")
+    for run, is_told in ((rounded, True), (adapted, False)):
+        card = push(run, "--to", "alice/small", "--dry-run")[1]["card"]
+        assert ("- Base in training: rounded to 8 bits; adapters on the base as it is" in card) is is_told
 
 
 def test_of_a_live_loop_the_served_version_is_sent(run, hub, push, tmp_path):
@@ -275,6 +344,9 @@ def test_refusals_say_what_to_change(run, hub, push, monkeypatch, tmp_path):
     for name in ("small", "a/b/c", "a/..", "a b/c"):
         code, _, err = push(run, "--to", name)
         assert (code, f"--to is {name!r}" in err) == (2, True)
+    code, _, err = push(run, "--to", "alice/small", "--base", "mine")
+    assert code == 2
+    assert "--base is 'mine'; give OWNER/NAME" in err
     code, _, err = push(run, "--to", "bob/small")
     assert code == 2
     assert "the token of alice may not write to bob/small" in err

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 import zipfile
@@ -94,6 +95,41 @@ def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(tmp_path, cache):
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"not a model")
     with pytest.raises(ModelError, match=r"cannot read .*bad\.gguf as a GGUF model"):
+        load_policy(ModelSection(name=str(path)))
+    assert not list((cache / "converted").glob("*-2"))
+
+
+def _with_number(content: bytes, key: str, value: int) -> bytes:
+    """A GGUF file in which the metadata `key` is the number `value`, of 4 bytes behind a type of 4."""
+    begin = content.index(key.encode()) + len(key) + 4
+    return content[:begin] + struct.pack("<I", value) + content[begin + 4 :]
+
+
+def _with_place(content: bytes, weight: str, place: int) -> bytes:
+    """A GGUF file that gives `place` for where the matrix `weight` begins: behind rank, sizes and type."""
+    begin = content.index(weight.encode()) + len(weight) + 4 + 2 * 8 + 4
+    return content[:begin] + struct.pack("<Q", place) + content[begin + 8 :]
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (
+            lambda content: _with_number(content, "llama.block_count", 2**31),
+            "2,147,483,648 layers, but only 20 weights",
+        ),
+        (lambda content: _with_number(content, "llama.context_length", 0), "its context length is 0"),
+        (lambda content: _with_place(content, "token_embd.weight", 2**64 - 64), "token_embd.weight begins within"),
+        (lambda content: _with_place(content, "blk.1.ffn_up.weight", 32), "begins within something else, at byte"),
+        (lambda content: content[:-4], "cannot read"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused(harm, said, tmp_path, cache):
+    """Such a file was read, with other bytes as weights, or the model was built without an end."""
+    path = tmp_path / "bad.gguf"
+    write_gguf(path)
+    path.write_bytes(harm(path.read_bytes()))
+    with pytest.raises(ModelError, match=said):
         load_policy(ModelSection(name=str(path)))
     assert not list((cache / "converted").glob("*-2"))
 

@@ -50,6 +50,10 @@ class HubState:
     requests: list[str] = field(default_factory=list)
     breaks_at: str = ""
     """Content that never arrives whole: the connection ends in its middle."""
+    breaks_after_commit: bool = False
+    """The connection ends when a commit was made, before it is answered."""
+    fails: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By a part of the path: status and text that are answered instead."""
     may_write: bool = True
     is_busy: bool = False
     """Somebody else commits while files are sent."""
@@ -70,6 +74,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.refuse(401, "Invalid username or password.")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if failure := next((self.state.fails[part] for part in self.state.fails if part in path), None):
+            return self.send(failure[1].encode(), failure[0])
         if path == "/api/whoami-v2":
             return self.answer({"type": "user", "name": "alice", "orgs": []})
         if path == "/api/validate-yaml":
@@ -157,6 +163,9 @@ class _Handler(BaseHTTPRequestHandler):
                 del files[value["path"]]
         repository.commits.append(files)
         repository.titles.append(header["summary"])
+        if self.state.breaks_after_commit:
+            self.close_connection = True
+            return self.connection.close()
         return self.answer(
             {"commitUrl": f"{self.state.url}/{name}/commit/{repository.head}", "commitOid": repository.head}
         )
@@ -172,7 +181,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def answer(self, values: object, status: int = 200) -> None:
-        text = json.dumps(values).encode()
+        self.send(json.dumps(values).encode(), status)
+
+    def send(self, text: bytes, status: int) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))

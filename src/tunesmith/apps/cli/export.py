@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,7 +27,7 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """Copy the trained model of a run to a folder that plain `from_pretrained` loads, or adapters to one that PEFT
-    loads; or write a GGUF file for llama.cpp and a Modelfile for Ollama. Nothing is overwritten.
+    loads; or write a GGUF file for llama.cpp and a Modelfile for Ollama. Nothing is overwritten without --overwrite.
     """
 
     run: Annotated[str, Positional, flag("A run folder.", "RUN")]
@@ -46,7 +47,7 @@ def export(words: Sequence[str]) -> None:
     options = parse(ExportOptions, words, "export")
     from tunesmith.base.runs.listing import folder_bytes
 
-    with reporting(as_json=options.json) as output:
+    with reporting(as_json=options.json) as output, writing_to(options.dest or options.run):
         source = final_folder(Path(options.run).expanduser())
         check_layout(source)
         dest = Path(options.dest).expanduser()
@@ -142,14 +143,23 @@ def check_dest(source: Path, dest: Path) -> None:
 
 def copy_whole(source: Path, dest: Path) -> None:
     """Copy `source` to `dest`. The copy is moved into place when complete."""
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{dest.name}-", dir=dest.parent) as aside:
+        copy = Path(aside) / "copy"
+        shutil.copytree(source, copy)
+        os.replace(copy, dest)
+
+
+@contextmanager
+def writing_to(place: str) -> Generator[None]:
+    """Raise InputError for what the system refuses in the block, which writes to `place`."""
     try:
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{dest.name}-", dir=dest.parent) as aside:
-            copy = Path(aside) / "copy"
-            shutil.copytree(source, copy)
-            os.replace(copy, dest)
+        yield
+    except BrokenPipeError:  # of the output
+        raise
     except OSError as error:
-        raise InputError(f"{dest} cannot be written: {error.strerror or error}") from error
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error  # of one file
+        raise InputError(f"{place} cannot be written: {reason}; free some space, or give another place") from error
 
 
 def _is_whole(file: Path) -> bool:

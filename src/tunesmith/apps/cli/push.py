@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tunesmith.apps.cli.export import GgufType, check_layout, final_folder
+from tunesmith.apps.cli.export import GgufType, check_layout, final_folder, writing_to
 from tunesmith.apps.cli.options import Positional, flag, parse
 from tunesmith.apps.cli.output import reporting, wants_progress
 
@@ -47,10 +47,14 @@ def push(words: Sequence[str]) -> None:
     from tunesmith.apps.workflows.publish import published_files, run_id
     from tunesmith.engine.models.hub import Hub, check_name, offline
 
-    check_name(options.to)
+    check_name("--to", options.to)
     if options.base:
-        check_name(options.base)
-    with reporting(as_json=options.json) as output, tempfile.TemporaryDirectory(prefix="tunesmith-push-") as folder:
+        check_name("--base", options.base)
+    with (
+        reporting(as_json=options.json) as output,
+        writing_to("the folder of temporary files (TMPDIR)"),
+        tempfile.TemporaryDirectory(prefix="tunesmith-push-") as folder,
+    ):
         hub = None if options.dry_run else Hub(options.to)
         found = hub.look() if hub else None
         if hub:  # before adapters are merged in vain

@@ -8,11 +8,14 @@ from tunesmith.base.config.yaml_text import is_list, is_mapping
 from tunesmith.base.core.version import __version__
 from tunesmith.base.runs.listing import read_object, read_recipe, read_rows
 from tunesmith.engine.models.about import About
+from tunesmith.engine.models.adapter_folder import BASE_FILE
 from tunesmith.engine.models.export import ModelCard, card_figures, hub_id, render_card
 from tunesmith.observe.reports.benchmark_figures import FILE as BENCHMARKS
 from tunesmith.observe.reports.benchmark_figures import benchmark_tables
 from tunesmith.observe.reports.chart import Table
 from tunesmith.observe.reports.text import count_of
+
+_IN_8_BITS = "rounded to 8 bits; adapters on the base as it is, as PEFT loads them, give slightly other numbers"
 
 _PATH = re.compile(r"(~|\.{1,2})?(/[^/\n]+){2,}|(~|\.{1,2})/[^/\n]+|[A-Za-z]:\\[^\n]+")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]*://\S*")
@@ -41,14 +44,14 @@ def published_card(
             datasets=[one for one in about.datasets if hub_id(one)],
             tags=tags,
             place=name,
-            sections={"Training": _training(run, about), **_evaluation(run)},
+            sections={"Training": _training(run, final, about), **_evaluation(run)},
         ),
         is_classifier=is_classifier,
         is_adapter=is_adapter,
     )
 
 
-def _training(run: Path, about: About) -> str:
+def _training(run: Path, final: Path, about: About) -> str:
     """A list of what the model was trained from, on, how and with."""
     packages = read_object(run / "environment.json").get("packages")
     version = packages.get("tunesmith") if is_mapping(packages) else None
@@ -56,6 +59,7 @@ def _training(run: Path, about: About) -> str:
     own = f"`{about.base}`, itself trained from {root}" if about.root and about.base != about.root else root
     rows = {
         "Base model": own,
+        "Base in training": _IN_8_BITS if read_object(final / BASE_FILE).get("is_int8") else "",
         "Licence": about.license or "that of the base model, which the records of the run do not name",
         "Algorithm": about.algorithm,
         "Data": ", ".join(f"`{one}`" for one in about.datasets) + _counted(run),

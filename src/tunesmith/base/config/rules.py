@@ -172,7 +172,7 @@ def kl_rules(section: str) -> tuple[Rule, ...]:
     """Rules of a section with a KL to the reference."""
     return (
         Rule(f"{section}.kl.*", is_(f"{section}.kl.coef", 0.0), _NO_KL, f"{section}.kl.coef"),
-        Rule("model.reference", is_(f"{section}.kl.coef", 0.0), _NO_KL),
+        Rule("model.reference", is_(f"{section}.kl.coef", 0.0), _NO_KL.format(section=section)),
         Rule(
             f"{section}.kl.horizon",
             is_(f"{section}.kl.target", None),

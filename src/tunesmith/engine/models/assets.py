@@ -22,6 +22,7 @@ import torch
 from filelock import FileLock
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from tunesmith.base.core.errors import MissingDependencyError, ModelError
@@ -140,7 +141,10 @@ def write_folder(folder: Path, build: Callable[[Path], None], *, replaces: bool 
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         content = Path(aside) / "content"
         content.mkdir()
-        build(content)
+        try:
+            build(content)
+        except SafetensorError as error:  # so it calls a full disk
+            raise OSError(str(error)) from error
         for path in sorted(path for path in content.rglob("*") if path.is_file()):
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
@@ -228,7 +232,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             # The folder may hold other files; never run their code.
             options = {"gguf_file": gguf.name, "trust_remote_code": False}
-            config, facts = AutoConfig.from_pretrained(gguf.parent, **options), GgufFacts.of(gguf)
+            facts = GgufFacts.of(gguf)  # first, for it says what is damaged
+            config = AutoConfig.from_pretrained(gguf.parent, **options)
             complete(config, facts)
             loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, config=config, dtype=torch.float32, **options)
             check_loaded(loaded, facts)

@@ -54,12 +54,14 @@ class GgufFacts:
 
     @classmethod
     def of(cls, file: Path) -> "GgufFacts":
-        """The facts of `file`. Raises whatever the `gguf` package does for a damaged one."""
+        """The facts of `file`. Raises whatever the `gguf` package does for a damaged one, or ModelError."""
         reader = gguf.GGUFReader(file)
         prefix = f"{reader.fields['general.architecture'].contents()}."
         values = {
             key.removeprefix(prefix): field.contents() for key, field in reader.fields.items() if key.startswith(prefix)
         }
+        _check_places(file, reader)
+        _check_sizes(file, values, len(reader.tensors))
         return cls(file.name, values, {one.name: one for one in reader.tensors})
 
     @property
@@ -110,6 +112,34 @@ def check_loaded(model: PreTrainedModel, facts: GgufFacts) -> None:
             f"{facts.name} has {facts.num_elements:,} weights, and transformers' {model.config.model_type} "
             f"{num_loaded:,}: it would compute something else; give a folder or a hub id of the model"
         )
+
+
+def _check_places(file: Path, reader: "gguf.GGUFReader") -> None:
+    """Raise ModelError unless the weights lie one behind the other within the file, as all writers put them.
+
+    The readers take whatever bytes are at the place that the header names, such as those of another weight.
+    """
+    end = int(reader.data_offset)
+    for one in sorted(reader.tensors, key=lambda one: int(one.data_offset)):
+        begin = int(one.data_offset)
+        if begin < end or begin % reader.alignment:
+            raise _damaged(file, f"{one.name} begins within something else, at byte {begin:,}")
+        end = begin + int(one.n_bytes)
+    if end > file.stat().st_size:
+        raise _damaged(file, f"its weights end at byte {end:,}, and the file at {file.stat().st_size:,}")
+
+
+def _check_sizes(file: Path, values: Mapping[str, Any], num_tensors: int) -> None:
+    """Raise ModelError for sizes with which building the model would not end, or nothing could be computed."""
+    context, num_layers = values.get("context_length", 1), values.get("block_count", 1)
+    if isinstance(num_layers, int) and num_layers > num_tensors:
+        raise _damaged(file, f"it has {num_layers:,} layers, but only {num_tensors:,} weights")
+    if isinstance(context, int) and context < 1:
+        raise _damaged(file, f"its context length is {context}")
+
+
+def _damaged(file: Path, what: str) -> ModelError:
+    return ModelError(f"{file} is damaged: {what}; get it again, or give a folder or a hub id of the model")
 
 
 def _set_windows(fields: Any, values: Mapping[str, Any]) -> None:

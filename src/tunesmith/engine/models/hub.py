@@ -6,7 +6,7 @@ HF_TOKEN or of `hf auth login`; it is given to the library alone.
 
 import json
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -49,14 +49,19 @@ class Pushed:
     removed: Sequence[str]
 
 
-def check_name(name: str) -> None:
-    """Raise InputError unless `name` is OWNER/NAME as the hub allows it."""
+def check_name(flag: str, name: str) -> None:
+    """Raise InputError unless `name`, which `flag` gives, is OWNER/NAME as the hub allows it."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise InputError(f"--to is {name!r}, which the hub does not allow: {error}") from None
+        raise InputError(f"{flag} is {name!r}, which the hub does not allow: {error}") from None
     if "/" not in name:
-        raise InputError(f"--to is {name!r}; give OWNER/NAME, where OWNER is you or an organisation of yours")
+        raise InputError(f"{flag} is {name!r}; give OWNER/NAME, where OWNER is a user or an organisation of the hub")
+
+
+def _is_trouble(status: int) -> bool:
+    """True if a server answers so because it is broken or has too much to do, not because of what it was asked for."""
+    return status == HTTPStatus.TOO_MANY_REQUESTS or status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 @contextmanager
@@ -162,26 +167,49 @@ class Hub:
         if found is None:
             with self._telling("a new repository"):
                 self._api.create_repo(self.name, private=not is_public, exist_ok=False)
+        before = found.commit if found else self._newest()
         sent = [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
         gone = [CommitOperationDelete(path, is_folder=False) for path in removed]
-        safe = f"nothing in {self.name} has changed, and the run is as it was; push again: what has arrived whole is "
-        with self._telling("the files", f"{safe}not sent twice"):
+        with self._telling("the files", lambda is_refused: self._changed(before, is_refused=is_refused)):
             done = self._api.create_commit(
                 self.name, [*sent, *gone], commit_message=title, parent_commit=found.commit if found else None
             )
         return Pushed(self.url, done.oid, removed)
 
+    def _newest(self) -> str:
+        """The newest commit; empty if the hub does not say it."""
+        try:
+            return self._api.model_info(self.name).sha or ""
+        except Exception:  # noqa: BLE001 - as in `_telling`
+            return ""
+
+    def _changed(self, before: str, *, is_refused: bool) -> str:
+        """What a push that failed has changed, where the newest commit was `before`: a hub that did not refuse it may
+        have made the commit, and its answer alone was lost.
+        """
+        again = "the run is as it was; push again: what has arrived whole is not sent twice"
+        if is_refused or (before and self._newest() == before):
+            return f"nothing in {self.name} has changed, and {again}"
+        return f"{self.name} has all of the commit or nothing of it, which its page shows, and {again}"
+
     @contextmanager
-    def _telling(self, what: str, after: str = "") -> Generator[None]:
-        """Raise HubError, which says what was asked for, and nothing of the token, for any error of the library."""
+    def _telling(self, what: str, after: Callable[[bool], str] = lambda _: "") -> Generator[None]:
+        """Raise HubError, which says what was asked for, and nothing of the token, for any error of the library.
+
+        It ends with what `after` makes of whether the hub refused, and so did nothing.
+        """
         try:
             yield
         except OfflineModeIsEnabled:
             raise HubError("HF_HUB_OFFLINE is set, so nothing can be sent; unset it") from None
         except Exception as error:  # noqa: BLE001 - of one of two HTTP clients, by the version, or of the storage
             cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
-            text = self._refusal(cause, what) if isinstance(cause, HfHubHTTPError) else self._failure(error, what)
-            raise HubError(text.replace(self._token, "***") + (f"; {after}" if after else "")) from None
+            if isinstance(cause, HfHubHTTPError):
+                text, is_refused = self._refusal(cause, what), not _is_trouble(cause.response.status_code)
+            else:
+                text, is_refused = self._failure(error, what), False
+            more = after(is_refused)
+            raise HubError(text.replace(self._token, "***") + (f"; {more}" if more else "")) from None
 
     def _refusal(self, error: HfHubHTTPError, what: str) -> str:
         status = error.response.status_code
@@ -191,11 +219,15 @@ class Hub:
             return f"{told}; it does not know the token: set HF_TOKEN to another one, or `hf auth login --force`"
         if status == HTTPStatus.FORBIDDEN:
             return f"{told}; the token of {self._user} may not write to {self.name}: give a name of yours, or a token"
+        if _is_trouble(status):
+            return f"{self._api.endpoint} cannot answer now ({status}{said}), asked for {what}; try again later"
         return told
 
     def _failure(self, error: Exception, what: str) -> str:
         reason = error.__cause__ or error
         text = " ".join(str(reason).split())
+        if isinstance(reason, json.JSONDecodeError | AttributeError | LookupError | TypeError):
+            return f"{self._api.endpoint} answered otherwise than a hub, asked for {what}: see HF_ENDPOINT, or a proxy"
         if isinstance(reason, ValueError):
             return f"{self._api.endpoint} did not accept {what}: {text}"
         return f"{self._api.endpoint} cannot be reached, or the connection broke off ({type(reason).__name__}: {text})"
