@@ -29,6 +29,7 @@ CASES: list[tuple[str, str, dict[str, object]]] = [
     ("grpo", "grpo.temperature_positive", {"grpo.temperature_positive": 0.5, "grpo.num_epochs": 2}),
     ("ppo", "ppo.temperature_negative", {"ppo.temperature_negative": 0.5, "ppo.num_epochs": 2}),
     ("grpo", "model.reference", {"grpo.kl": 0, "model.reference": "int8"}),
+    ("grpo", "model.reference", {"model.base": "int8", "model.lora.rank": 4, "model.reference": "int8"}),
     ("sft", "model.reference", {"model.reference": "int8"}),
     ("reward", "model.reference", {"model.reference": "int8"}),
     ("dpo", "model.reference", {"model.reference": "int8"}),

@@ -72,6 +72,11 @@ _NO_LORA = "model.lora.rank is 0, which trains the weights themselves; set the r
 COMMON: tuple[Rule, ...] = (
     Rule("model.lora.*", is_("model.lora.rank", 0), _NO_LORA, "model.lora.rank"),
     Rule(
+        "model.reference",
+        is_("model.base", "int8"),
+        "model.base is int8, and the reference is that base; leave this out",
+    ),
+    Rule(
         "model.seed",
         lambda v: v["model.name"] != "scratch" and not v["model.name"].startswith("tiny:"),
         "it draws the random weights of `scratch` and `tiny:<family>`, and the model's are loaded; run.seed is that of "
