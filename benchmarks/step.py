@@ -62,13 +62,14 @@ class OurStep:
     micro_batch_size: int | None = None
     dtype: str = "auto"
     weights: str = "model"
+    reference: str = "model"
 
     def recipe(self) -> GRPORecipe:
         """The recipe of our side."""
         micro = {"micro_batch_size": self.micro_batch_size} if self.micro_batch_size else {}
         return GRPORecipe.model_validate(
             {
-                "model": {"name": self.model, "dtype": self.dtype},
+                "model": {"name": self.model, "dtype": self.dtype, "reference": self.reference},
                 "rollout": {
                     "prompts_per_step": len(PROMPTS),
                     "completions_per_prompt": self.num_completions,
@@ -116,7 +117,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     """
     load_trl()
     size = (4, 8) if options.quick else (8, 64)
-    settings = options.backend, options.micro_batch_size, options.dtype, options.weights
+    settings = options.backend, options.micro_batch_size, options.dtype, options.weights, options.reference
     ours = OurStep(options.model, *size, options.threads, options.seed, *settings)
     section = ours.recipe().grpo
     with exported(options.model) as folder:
@@ -177,6 +178,7 @@ main = benchmark(
     against={"choices": ("trl",), "default": "trl", "help": "whose step"},
     backend={"choices": ("native", "transformers"), "help": "engine of our side; the recipe's default if left out"},
     weights={"choices": get_args(Weights), "default": "model", "help": "products of our side's rollout"},
+    reference={"choices": get_args(Weights), "default": "model", "help": "products of our side's reference"},
     no_memory={"action": "store_true", "help": "leave out TRL's memory in its default precision: two more steps"},
 )
 

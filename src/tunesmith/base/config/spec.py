@@ -79,6 +79,7 @@ class Passes:
         engine has recorded them.
         """
         section, rollout = section or cfg.section, cfg.rollout
+        is_exact = rollout.backend == "native" and rollout.own_weights == "model" and not rollout.recompute_logps
         num_rows = rollout.prompts_per_step * rollout.completions_per_prompt
         kl = getattr(section, "kl", None)
         return cls(
@@ -87,7 +88,7 @@ class Passes:
             num_epochs=section.num_epochs,
             num_minibatches=section.num_minibatches,
             micro_batch_size=section.micro_batch_size,
-            old_policy=old_policy and (rollout.recompute_logps or rollout.backend != "native"),
+            old_policy=old_policy and not is_exact,
             reference=isinstance(kl, KLSection) and kl.coef > 0,
             scores_all=isinstance(kl, KLSection) and kl.place == "reward",
             num_teachers=num_teachers,
