@@ -127,7 +127,7 @@ def test_a_policy_that_leaves_what_the_heads_know_is_told_and_one_that_began_out
 
 
 def test_draws_too_far_from_the_policy_to_be_corrected_are_told_with_what_to_change() -> None:
-    cut, difference = "sampling/importance_sampling_ratio/cut_share", "sampling/sampling_logp_difference/mean"
+    cut, difference = "sampling/importance_sampling_ratio/cut_share", "rollout/logp_diff_mean"
     near, far = {cut: 0.001, difference: 0.1}, {cut: 0.4, difference: 0.2}
     rows = [near, near, far, far, near, near, near, {**near, difference: 0.8}, {cut: 0.4}, {}]
     assert steps_of(rows, "mismatch") == [3, 8]

@@ -16,7 +16,7 @@ _STEPS_WITHOUT = 3
 _MANY = 0.1
 """Share of broken trajectories that is told."""
 
-_CUT, _DIFFERENCE = "sampling/importance_sampling_ratio/cut_share", "sampling/sampling_logp_difference/mean"
+_CUT, _DIFFERENCE = "sampling/importance_sampling_ratio/cut_share", "rollout/logp_diff_mean"
 _STEPS_OF_MISMATCH = 3
 """Steps over which the distance of engine and trainer is averaged."""
 
@@ -149,10 +149,10 @@ def _mismatch(rows: Sequence[Row], section: AlarmsSection) -> str:
     if not any(limit is not None and means[name] > limit for name, limit in limits.items()):
         return ""
     return (
-        f"{means[_CUT]:.0%} of the importance weights are cut (alarms.max_cut_share), and a token's log-prob is "
-        f"{means[_DIFFERENCE]:.2g} nats from the trainer's (alarms.max_logp_difference): too far to be corrected. With "
-        "rollout.weights int8 or auto, train with rollout.weights model; else lower scale.staleness, or sample nearer "
-        "to the model (rollout.top_p, rollout.repetition_penalty)"
+        f"{means[_CUT]:.0%} of the importance weights are cut (alarms.max_cut_share), and the engine's log-prob of a "
+        f"token is {means[_DIFFERENCE]:.2g} nats from the trainer's (alarms.max_logp_difference): too far to be "
+        "corrected. With rollout.weights int8 or auto, train with rollout.weights model; else lower scale.staleness, "
+        "or sample nearer to the model (rollout.top_p, rollout.repetition_penalty)"
     )
 
 

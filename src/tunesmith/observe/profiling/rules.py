@@ -276,7 +276,7 @@ RULES: tuple[Rule, ...] = (
         "in 8 bits (products_s in setup.json); time/rollout_s {time/rollout_s:.3g} s of {time/step_s:.3g} s",
         advice="draw in 8 bits. The trade: tokens come from another distribution than the one that is trained, for "
         "which importance weights correct, and several updates of a rollout need a pass for the old policy, which is "
-        "counted here; watch sampling/sampling_logp_difference/mean",
+        "counted here; watch rollout/logp_diff_mean",
         settings={"rollout.weights": "int8"},
         saving=drawing.int8_drawing,
         scope="sampling",
