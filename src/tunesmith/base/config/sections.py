@@ -342,8 +342,8 @@ class AlarmsSection(Section):
     max_cut_share: Fraction | None = 0.1
     """Largest share of importance weights that are cut, over three steps; null is off."""
     max_logp_difference: Positive | None = 0.3
-    """Largest mean difference of a token's log-prob by the engine and by the trainer, in nats, over three steps; null is
-    off. Temperature and filters of the sampling are in neither."""
+    """Largest mean difference of a token's log-prob by the engine and by the trainer, in nats, over three steps; null
+    is off. Temperature and filters of the sampling are in neither."""
 
 
 class ImportanceSection(Section):
