@@ -20,9 +20,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], family: s
     """The choice where products take `seconds`."""
     monkeypatch.setattr(products, "_measured", lambda *_: seconds)
     monkeypatch.setattr(products, "has_native", lambda *_: True)
-    scale = {"reduction": rollout.pop("reduction", "float32")}
+    scale, section = {"reduction": rollout.pop("reduction", "float32")}, rollout.pop("grpo", {})
     cfg = GRPORecipe.model_validate(
-        {"rollout": {"weights": "auto", **rollout}, "scale": scale, "run": {"num_threads": 1}}
+        {"rollout": {"weights": "auto", **rollout}, "grpo": section, "scale": scale, "run": {"num_threads": 1}}
     )
     return with_chosen_weights(cfg, language_model(tiny_model(family).model)).rollout.weights
 
@@ -42,7 +42,9 @@ def test_it_is_the_models_dtype_where_that_must_be_and_where_there_is_no_choice(
     with caplog.at_level(logging.INFO):
         assert chosen(monkeypatch, FASTER, importance={"mode": "off"}) == "model"
         assert chosen(monkeypatch, FASTER, reduction="exact") == "model"
+        assert chosen(monkeypatch, FASTER, grpo={"num_minibatches": 2}) == "model"
     assert "but rollout.importance is off" in caplog.text and "but scale.reduction is exact" in caplog.text
+    assert "but several updates of a rollout would then need a pass for the old policy" in caplog.text
     assert chosen(monkeypatch, FASTER, backend="transformers") == "model"
     assert chosen(monkeypatch, FASTER, "qwen3_moe") == "model"
 

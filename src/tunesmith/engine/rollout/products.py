@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from tunesmith.base.config.recipe import SamplingRecipe
+from tunesmith.base.config.schema import SPECS
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.distributed.ranks import gathered, num_ranks, rank
@@ -30,7 +31,7 @@ Shapes = tuple[tuple[tuple[int, int], int], ...]
 
 WORTH = 0.8
 """Share of the seconds in the model's dtype that products in 8 bits take at most where `auto` chooses them: products
-are a part of drawing alone, and without an exact engine the trainer may need one pass more.
+are a part of drawing alone.
 """
 
 _LIMIT_S, _MAX_TRIES = 0.02, 6
@@ -72,8 +73,9 @@ def _completions(cfg: SamplingRecipe) -> int:
 def with_chosen_weights(cfg: RecipeT, policy: LanguageModel) -> RecipeT:
     """`cfg` with the weights that `rollout.weights: auto` stands for on this machine, the same on all ranks.
 
-    They are the model's where nothing corrects for others (`rollout.importance: off`), and where sums of any number of
-    ranks are to be equal, which needs an exact engine.
+    They are the model's where nothing corrects for others (`rollout.importance: off`), where sums of any number of
+    ranks are to be equal, which needs an exact engine, and where another engine would need a pass for the old policy:
+    it computes prompts and completions once more, which costs more than 8 bits save.
     """
     if cfg.rollout.weights != "auto":
         return cfg
@@ -87,13 +89,19 @@ def with_chosen_weights(cfg: RecipeT, policy: LanguageModel) -> RecipeT:
             why += ", but rollout.importance is off"
         elif cfg.scale.is_exact:
             why += ", but scale.reduction is exact"
+        elif SPECS[cfg.algorithm].passes(_with_weights(cfg, "int8")).old_policy:
+            why += ", but several updates of a rollout would then need a pass for the old policy"
         elif seconds["int8"] <= WORTH * seconds["model"]:
             chosen = "int8"
     choices: list[Weights] = [chosen]
     chosen = gathered(choices, "choice of weights", all_ranks=True)[0]
     if rank() == 0:
         _log.info("rollout.weights is auto: %s, because %s", chosen, why)
-    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"weights": chosen})})
+    return _with_weights(cfg, chosen)
+
+
+def _with_weights(cfg: RecipeT, weights: Weights) -> RecipeT:
+    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"weights": weights})})
 
 
 @functools.cache
