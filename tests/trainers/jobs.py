@@ -86,8 +86,9 @@ def train(
         alarms, options = {"length_factor": 1.01}, {"num_minibatches": 2}
         cfg = distill_recipe(folder, model=student, run=section, prompts=heldout, distill=options, alarms=alarms)
         return training(cfg, prompts=PROMPTS).run_dir
-    grpo_section = {"num_minibatches": 2}
-    rollout = {"weights": trainer} if trainer in ("model", "int8", "auto") else {"recompute_logps": True}
+    names_weights = trainer in ("model", "int8", "auto")  # auto takes 8 bits for one update of a rollout alone
+    grpo_section = {"num_minibatches": 1 if names_weights else 2}
+    rollout = {"weights": trainer} if names_weights else {"recompute_logps": True}
     parts = {"evaluation": {"correct_at": 0.5}, "alarms": ALARMS, "rollout": rollout}
     cfg = grpo_recipe(folder, model=model, run=section, prompts=heldout, grpo=grpo_section, **parts)
     return training(cfg, prompts=PROMPTS, rewards=[noisy]).run_dir
