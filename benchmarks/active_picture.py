@@ -5,14 +5,13 @@ the mean over the seeds; random pairs are dashed, and "longer wins" is a grey li
 """
 
 import html
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tunesmith.base.core.errors import InputError, TunesmithError
+from benchmarks.svg import opening, path, program
+from tunesmith.base.core.errors import InputError
 from tunesmith.observe.reports.chart import LIGHT
 
 _COLOURS = {
@@ -42,12 +41,7 @@ def picture(facts: Mapping[str, Any]) -> str:
     every = [y for of in means.values() for curve in of.values() for _, y in curve]
     every += [pool["longer_wins"] for pool in pools.values()]
     low, high = int(min(every) / _STEP) * _STEP, (int(max(every) / _STEP) + 1) * _STEP
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' font-family='sans-serif' "
-        f"font-size='12' fill='{LIGHT['ink']}' role='img'>",
-        f"<title>Accuracy on held-out pairs over labels, mean of {num_seeds} seeds</title>",
-        f"<rect width='100%' height='100%' fill='{LIGHT['card']}'/>",
-    ]
+    parts = opening(width, height, f"Accuracy on held-out pairs over labels, mean of {num_seeds} seeds")
     for place, method in enumerate(methods):
         x = _LEFT + _KEY * place
         parts += [_line([(x, 18.0), (x + 24, 18.0)], method), f"<text x='{x + 30}' y='22'>{method}</text>"]
@@ -84,30 +78,7 @@ def _line(points: Sequence[tuple[float, float]], method: str) -> str:
     return path(points, f"stroke='{_COLOURS[method]}' stroke-width='2'{dash}")
 
 
-def path(points: Sequence[tuple[float, float]], style: str) -> str:
-    """A line through the points, in SVG."""
-    return f"<path fill='none' {style} d='M{'L'.join(f'{x:.1f} {y:.1f}' for x, y in points)}'/>"
-
-
-def main(words: Sequence[str]) -> int:
-    """Draw the figures in a file into another one; the exit code, 2 for bad input."""
-    try:
-        if len(words) != 2:
-            raise InputError("give two files: FIGURES.json of `benchmarks.active --pool`, and the picture OUT.svg")
-        try:
-            facts = json.loads(Path(words[0]).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{words[0]} cannot be read as figures: {error}") from error
-        drawn = picture(facts)
-        try:
-            Path(words[1]).write_text(drawn, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{words[1]} cannot be written: {error}; give a file in a folder that exists") from error
-    except TunesmithError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
+main = program("benchmarks.active --pool", picture)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

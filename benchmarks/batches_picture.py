@@ -5,17 +5,15 @@ decoding, a line for each contender, both axes logarithmic.
 """
 
 import html
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.active_picture import path
 from benchmarks.rollout import ATTENTIONS, NATIVE, OURS
+from benchmarks.svg import opening, path, program
 from benchmarks.workloads import BATCHES
-from tunesmith.base.core.errors import InputError, TunesmithError
+from tunesmith.base.core.errors import InputError
 from tunesmith.observe.reports.chart import LIGHT
 
 _COLOURS = ("after", "before", "stage_3", "stage_6", "stage_8", "muted")
@@ -44,8 +42,9 @@ def curves_of(facts: Mapping[str, Any]) -> Curves:
     return {name: list(speeds.items()) for name, speeds in found.items()}
 
 
-def picture(curves: Curves, model: str) -> str:
-    """The curves as SVG."""
+def picture(facts: Mapping[str, Any]) -> str:
+    """The curves of the figures as SVG. Raises InputError if there are none."""
+    curves = curves_of(facts)
     sizes = sorted({size for curve in curves.values() for size, _ in curve})
     speeds = [speed for curve in curves.values() for _, speed in curve]
     low, high = math.floor(math.log10(min(speeds))), math.ceil(math.log10(max(speeds)))
@@ -55,13 +54,9 @@ def picture(curves: Curves, model: str) -> str:
         up = (math.log10(speed) - low) / (high - low)
         return _LEFT + _WIDTH * math.log2(size) / widest, _TOP + _HEIGHT * (1 - up)
 
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_LEFT + _WIDTH + _NAMES} {height}' "
-        f"font-family='sans-serif' font-size='12' fill='{LIGHT['ink']}' role='img'>",
-        f"<title>Tokens per second over sequences at a time, {html.escape(model)}</title>",
-        f"<rect width='100%' height='100%' fill='{LIGHT['card']}'/>",
-        f"<text x='{_LEFT}' y='{_TOP - 12}'>tokens per second, decoding</text>",
-    ]
+    title = f"Tokens per second over sequences at a time, {facts['model']}"
+    parts = opening(_LEFT + _WIDTH + _NAMES, height, title)
+    parts.append(f"<text x='{_LEFT}' y='{_TOP - 12}'>tokens per second, decoding</text>")
     for power in range(low, high + 1):
         for digit in (1, 2, 5) if power < high else (1,):
             x, y = at(sizes[0], digit * 10.0**power)
@@ -83,22 +78,7 @@ def picture(curves: Curves, model: str) -> str:
     return "".join(parts) + "\n"
 
 
-def main(words: Sequence[str]) -> int:
-    """Draw the figures in a file into another one; the exit code, 2 for bad input."""
-    try:
-        if len(words) != 2:
-            raise InputError("give two files: FIGURES.json of `benchmarks.rollout`, and the picture OUT.svg")
-        try:
-            facts = json.loads(Path(words[0]).read_text(encoding="utf-8"))
-            drawn = picture(curves_of(facts), str(facts["model"]))
-            Path(words[1]).write_text(drawn, encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise InputError(f"{words[0]} or {words[1]} cannot be used: {error}") from error
-    except TunesmithError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
+main = program("benchmarks.rollout", picture)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

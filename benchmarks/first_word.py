@@ -16,12 +16,13 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.common import Say, benchmark, head, load_facts, measure_load, print_table, run
 from benchmarks.pages import served, wait_until_read
 from tunesmith import train
 from tunesmith.base.core.errors import InputError, TrainingError
+from tunesmith.base.schema.weights import Weights
 
 MESSAGES = (
     "What is a good name for a brown dog?",
@@ -29,7 +30,7 @@ MESSAGES = (
     "How do I boil an egg?",
     "Why is the sky blue?",
 )
-WEIGHTS = ("model", "int8")
+WEIGHTS = get_args(Weights)
 _PROMPT = b"> "
 _LONGEST_S = 120
 

@@ -1,9 +1,9 @@
 """What drawing in 8 bits changes in what is learnt: trainings with `rollout.weights: int8` against exact ones.
 
 Three tasks, each with several seeds: sums by GRPO (the recipe grpo_arithmetic), the demo, and the live loop with
-simulated raters. Of a seed both trainings have the same rows, votes and
-reward model, and one follows the other. A figure is the accuracy on held-out sums, or the win rate against the base
-model on held-out openings, by the lexicon. Threads count: times are of the steps alone, and of the same thread.
+simulated raters. For each seed both trainings begin with the same rows and, in the demo, the same reward model; they
+run one after the other. A figure is the accuracy on held-out sums, or the win rate against the base model on held-out
+openings, by the lexicon. Times are those of the steps, without evaluations between them.
 """
 
 import tempfile
@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks import active
 from benchmarks.common import Say, benchmark, head, print_table, run
@@ -19,13 +19,15 @@ from tunesmith.apps.workflows import demo as workflow
 from tunesmith.apps.workflows.live_simulation import hit
 from tunesmith.base.config.load import load_recipe
 from tunesmith.base.config.sections import PromptsSection
+from tunesmith.base.schema.weights import Weights
 from tunesmith.collect.data.prompts import load_prompts
 from tunesmith.collect.data.split import split_by_prompt
 from tunesmith.collect.statistics.intervals import mean_interval
+from tunesmith.engine.rollout.products import with_weights
 from tunesmith.learn.trainers import run as training
 from tunesmith.learn.trainers.setup import RunResult
 
-WEIGHTS = ("model", "int8")
+WEIGHTS = get_args(Weights)
 SMOOTHED = 5
 """Steps whose mean reward counts as what is reached after them."""
 
@@ -82,8 +84,7 @@ def demo(options: Namespace, seed: int, say: Say) -> dict[str, Found]:
         split = split_by_prompt(openings, 0.0, seed, num_heldout=workflow.NUM_COMPARED)
         reward_run = workflow.train_reward_model(stage, workflow.collect_votes(stage, split.train))
         for weights in WEIGHTS:
-            rollout = stage.policy_recipe.rollout.model_copy(update={"weights": weights})
-            side = replace(stage, policy_recipe=stage.policy_recipe.model_copy(update={"rollout": rollout}))
+            side = replace(stage, policy_recipe=with_weights(stage.policy_recipe, weights))
             policy_run = workflow.train_policy(side, split.train, reward_run)
             after = workflow.compare_models(stage, split.heldout, reward_run, policy_run)
             hits = [hit(one.score_before, one.score_after) for one in after.samples]

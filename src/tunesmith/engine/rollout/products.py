@@ -89,7 +89,7 @@ def with_chosen_weights(cfg: RecipeT, policy: LanguageModel) -> RecipeT:
             why += ", but rollout.importance is off"
         elif cfg.scale.is_exact:
             why += ", but scale.reduction is exact"
-        elif SPECS[cfg.algorithm].passes(_with_weights(cfg, "int8")).old_policy:
+        elif SPECS[cfg.algorithm].passes(with_weights(cfg, "int8")).old_policy:
             why += ", but several updates of a rollout would then need a pass for the old policy"
         elif seconds["int8"] <= WORTH * seconds["model"]:
             chosen = "int8"
@@ -97,10 +97,11 @@ def with_chosen_weights(cfg: RecipeT, policy: LanguageModel) -> RecipeT:
     chosen = gathered(choices, "choice of weights", all_ranks=True)[0]
     if rank() == 0:
         _log.info("rollout.weights is auto: %s, because %s", chosen, why)
-    return _with_weights(cfg, chosen)
+    return with_weights(cfg, chosen)
 
 
-def _with_weights(cfg: RecipeT, weights: Weights) -> RecipeT:
+def with_weights(cfg: RecipeT, weights: Weights) -> RecipeT:
+    """`cfg` with `rollout.weights` as given."""
     return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"weights": weights})})
 
 

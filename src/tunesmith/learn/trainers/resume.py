@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from tunesmith.base.config.load import Resolved, load_recipe, read_algorithm
 from tunesmith.base.config.recipe import Recipe, SamplingRecipe
@@ -20,6 +20,7 @@ from tunesmith.base.runs.lock import RunLock, only_start
 from tunesmith.base.runs.manifest import list_steps
 from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.distributed.launch import as_started, leads
+from tunesmith.engine.rollout.products import with_weights
 from tunesmith.learn.trainers import restart
 from tunesmith.learn.trainers.api import Inputs, Listener
 from tunesmith.learn.trainers.run import run
@@ -136,7 +137,7 @@ def as_begun(recipe: Recipe, run_dir: Path, num_ranks: int = 1) -> Recipe:
     chosen = setup.get("rollout_weights")
     if isinstance(recipe, SamplingRecipe) and recipe.rollout.weights == "auto" and chosen in get_args(Weights):
         _log.info("rollout.weights is auto: %s, as when the run began", chosen)
-        recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"weights": chosen})})
+        recipe = with_weights(recipe, cast(Weights, chosen))
     began = setup.get("num_threads")
     known = began if isinstance(began, int) else max(1, _facts(run_dir)["num_cores"] // num_ranks)
     num_threads = recipe.run.num_threads or known
