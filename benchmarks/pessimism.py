@@ -167,12 +167,12 @@ def figures(of_seeds: Sequence[Mapping[str, Any]], pessimism: str) -> dict[str, 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
     """All seeds, one after the other."""
     of_seeds: list[dict[str, Any]] = []
-    for seed in range(options.seeds):
+    for seed in range(options.seed, options.seed + options.seeds):
         with tempfile.TemporaryDirectory() as place:
             of_seeds.append(followed(options, seed, Path(place), say))
     kinds = [name for name in of_seeds[0] if name != "judge"]
     return {
-        **head(options, "pessimism", "quick", "seeds", "votes", "heads", "kl", "steps"),
+        **head(options, "pessimism", "quick", "seed", "seeds", "votes", "heads", "kl", "steps"),
         "pessimism": {kind: figures(of_seeds, kind) for kind in kinds},
         "trainings": of_seeds,
     }
@@ -191,7 +191,8 @@ main = benchmark(
     measure,
     _show,
     "quick",
-    seeds={"type": int, "default": 3, "metavar": "N", "help": "votes, reward models and trainings of each pessimism"},
+    "seed",
+    seeds={"type": int, "default": 3, "metavar": "N", "help": "seeds, from --seed on, each with votes of its own"},
     votes={"type": int, "default": 200, "metavar": "N", "help": "votes that a reward model learns"},
     heads={"type": int, "default": 8, "metavar": "N", "help": "heads of a reward model"},
     kl={"type": float, "default": 20.0, "metavar": "NATS", "help": "KL to the base model at which a training ends"},

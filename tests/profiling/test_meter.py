@@ -315,7 +315,7 @@ KEYS = {
     *("engine", "engine_reason", "engine_exact", "forward", "device", "dtype", "best_dtype", "kernels"),
     *("kernels_reason", "num_ranks", "num_threads", "usable_cores", "cpu_quota", "num_parameters", "num_trained"),
     *("num_layers", "hidden_size", "vocab_size", "peak_flop_per_s", "memory_gb", "estimate_gb"),
-    *("rollout_weights", "products_s"),
+    *("rollout_weights", "products_s", "int8_needs_old_policy"),
 }
 
 

@@ -241,7 +241,7 @@ def test_8_bits_are_advised_with_their_trade_and_what_they_cost() -> None:
     cause = named(faster, "int8_drawing")
     assert cause.settings == {"rollout.weights": "int8"}
     assert "The trade" in cause.advice
-    epochs = {**faster, "recipe.grpo.num_epochs": 4}
+    epochs = {**faster, "setup.int8_needs_old_policy": True, "recipe.grpo.num_epochs": 4}
     with_pass = named(epochs, "int8_drawing")
     assert cause.predicted_saving_s - with_pass.predicted_saving_s == pytest.approx(1.1 / 4)
     for silent in (

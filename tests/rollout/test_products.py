@@ -44,7 +44,7 @@ def test_it_is_the_models_dtype_where_that_must_be_and_where_there_is_no_choice(
         assert chosen(monkeypatch, FASTER, reduction="exact") == "model"
         assert chosen(monkeypatch, FASTER, grpo={"num_minibatches": 2}) == "model"
     assert "but rollout.importance is off" in caplog.text and "but scale.reduction is exact" in caplog.text
-    assert "but several updates of a rollout would then need a pass for the old policy" in caplog.text
+    assert "but the update would then need a pass for the old policy" in caplog.text
     assert chosen(monkeypatch, FASTER, backend="transformers") == "model"
     assert chosen(monkeypatch, FASTER, "qwen3_moe") == "model"
 

@@ -25,9 +25,9 @@ class PushOptions:
     public: Annotated[bool, flag("Everybody may see it.")] = False
     adapters: Annotated[bool, flag("Adapters alone; without it, merged into their base.")] = False
     gguf: Annotated[
-        Literal["", GgufType],
+        Literal["none", GgufType],
         flag("Add a GGUF file with weights of this type, and a Modelfile for Ollama."),
-    ] = ""
+    ] = "none"
     base: Annotated[
         str, flag("Base model on the hub, where the run was trained from a folder of this machine.", "OWNER/NAME")
     ] = ""
@@ -65,7 +65,7 @@ def push(words: Sequence[str]) -> None:
                 options.to,
                 Path(folder),
                 adapters=options.adapters,
-                gguf=options.gguf,
+                gguf=None if options.gguf == "none" else options.gguf,
                 base=options.base,
                 license=options.license,
                 trust_remote_code=options.trust_remote_code,

@@ -25,15 +25,16 @@ def published_files(
     folder: Path,
     *,
     adapters: bool = False,
-    gguf: str = "",
+    gguf: str | None = None,
     base: str = "",
     license: str = "",
     trust_remote_code: bool = False,
 ) -> dict[str, Path | bytes]:
     """The content of each file by its path in the repository `name`: files of `run`, or made in `folder`, or bytes.
 
-    Adapters are merged into their base, or sent alone with `adapters`; `gguf` is the type of a GGUF file, or empty.
-    `base` is the hub id of the base model, which a run that was trained from a folder of this machine does not know.
+    Adapters are merged into their base, or sent alone with `adapters`; `gguf` is the type of a GGUF file to be
+    sent too. `base` is the hub id of the base model, which a run that was trained from a folder of this machine does
+    not know.
 
     Raises:
         ModelError: there are no adapters, their base cannot be loaded, or is not on the hub; or there is no place in

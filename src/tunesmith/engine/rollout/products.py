@@ -89,8 +89,8 @@ def with_chosen_weights(cfg: RecipeT, policy: LanguageModel) -> RecipeT:
             why += ", but rollout.importance is off"
         elif cfg.scale.is_exact:
             why += ", but scale.reduction is exact"
-        elif SPECS[cfg.algorithm].passes(with_weights(cfg, "int8")).old_policy:
-            why += ", but several updates of a rollout would then need a pass for the old policy"
+        elif int8_needs_old_policy(cfg):
+            why += ", but the update would then need a pass for the old policy"
         elif seconds["int8"] <= WORTH * seconds["model"]:
             chosen = "int8"
     choices: list[Weights] = [chosen]
@@ -98,6 +98,11 @@ def with_chosen_weights(cfg: RecipeT, policy: LanguageModel) -> RecipeT:
     if rank() == 0:
         _log.info("rollout.weights is auto: %s, because %s", chosen, why)
     return with_weights(cfg, chosen)
+
+
+def int8_needs_old_policy(cfg: SamplingRecipe) -> bool:
+    """True if a step whose completions are drawn in 8 bits computes the log-probs of the old policy by a pass."""
+    return SPECS[cfg.algorithm].passes(with_weights(cfg, "int8")).old_policy
 
 
 def with_weights(cfg: RecipeT, weights: Weights) -> RecipeT:

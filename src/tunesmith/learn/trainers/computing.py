@@ -21,7 +21,7 @@ from tunesmith.engine.models.language_model import Backend, FullForward, TrunkFo
 from tunesmith.engine.models.load import compute_dtype
 from tunesmith.engine.models.loaded import PreTrainedModel
 from tunesmith.engine.rollout.engine import Engine
-from tunesmith.engine.rollout.products import product_seconds
+from tunesmith.engine.rollout.products import int8_needs_old_policy, product_seconds
 from tunesmith.learn.trainers.api import Learner, Metrics
 from tunesmith.learn.trainers.estimate import Estimate
 from tunesmith.observe.profiling.peak import matmul_flop_per_s
@@ -62,8 +62,13 @@ def computing(cfg: Recipe, learner: Learner, estimate: Estimate) -> dict[str, ob
 def _engine(cfg: Recipe, learner: Any, module: PreTrainedModel) -> dict[str, object]:
     """The rollout engine, and why it is not the native one; null in an algorithm that draws nothing."""
     if not isinstance(cfg, SamplingRecipe):
-        return {"engine": None, "engine_reason": "", "engine_exact": None, "rollout_weights": None, "products_s": None}
-    chosen = {"rollout_weights": cfg.rollout.own_weights, "products_s": product_seconds(learner.policy, cfg)}
+        names = ("engine", "engine_exact", "rollout_weights", "products_s", "int8_needs_old_policy")
+        return {**dict.fromkeys(names), "engine_reason": ""}
+    chosen = {
+        "rollout_weights": cfg.rollout.own_weights,
+        "products_s": product_seconds(learner.policy, cfg),
+        "int8_needs_old_policy": int8_needs_old_policy(cfg),
+    }
     engine: Engine = learner.engine
     reason = ""
     if cfg.rollout.backend != "native":

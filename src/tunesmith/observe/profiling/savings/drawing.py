@@ -33,7 +33,7 @@ def engine_fallback(f: Facts) -> Saving | None:
 
 def int8_drawing(f: Facts) -> Saving | None:
     """The products of a decoding step take as much less time as they did when the run began; all else of drawing stays.
-    The pass for the old policy that an exact engine makes needless comes back, where a rollout has several updates.
+    The pass for the old policy that an exact engine makes needless comes back, where the update needs it.
     """
     is_corrected = f.values.get("recipe.rollout.importance.mode") != "off"
     if f.values.get("recipe.rollout.weights") != "model" or not is_corrected:
@@ -41,9 +41,8 @@ def int8_drawing(f: Facts) -> Saving | None:
     before_s, after_s = f.number("setup.products_s.model"), f.number("setup.products_s.int8")
     share = (before_s - after_s) / (before_s + around_products_s(f, rows_at_a_time(f)))
     saved_s = share * (f.stage_s("rollout", "evaluate") - f.number("time/rollout/load_s", 0.0))
-    num_epochs = f.number(f"recipe.{f.section}.num_epochs", 1.0)
-    has_updates = num_epochs * f.number(f"recipe.{f.section}.num_minibatches", 1.0) > 1
-    new_s = f.stage_s("forward") / num_epochs if has_updates and not f.stage_s("old_policy") else 0.0
+    needs_pass = f.values.get("setup.int8_needs_old_policy") and not f.stage_s("old_policy")
+    new_s = f.stage_s("forward") / f.number(f"recipe.{f.section}.num_epochs", 1.0) if needs_pass else 0.0
     return around(saved_s - new_s, 0.6, 1.4)
 
 
