@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tunesmith.base.core.errors import TrainingError
+from tunesmith.base.core.trace import Trace, trace
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.pack import pack
 from tunesmith.engine.batch.rollout import Group, SamplingParams
@@ -70,6 +71,20 @@ def test_changed_weights_and_adapters_are_packed_again():
     assert difference(loaded, after) < NEAR
     fresh = open_engine(loaded.model, loaded.tokenizer, backend=Native("int8"))
     assert fresh.generate(PROMPTS, 2, SAMPLING) == after
+
+
+def prefilled(record: Trace) -> float:
+    return sum(value for name, value in record.metrics().items() if name.endswith("prefill_tokens"))
+
+
+def test_a_second_call_finds_prompts_of_the_first_and_draws_the_same():
+    loaded = tiny_model("llama")
+    engine = open_engine(loaded.model, loaded.tokenizer, backend=Native("int8"))
+    with trace() as first_call:
+        first = engine.generate(PROMPTS, 2, SAMPLING)
+    with trace() as second_call:
+        assert engine.generate(PROMPTS, 2, SAMPLING) == first
+    assert prefilled(second_call) < prefilled(first_call)
 
 
 @torch.no_grad()

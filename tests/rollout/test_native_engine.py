@@ -13,6 +13,7 @@ import torch
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import TrainingError
 from tunesmith.base.schema.records import Prompt
+from tunesmith.base.schema.weights import Weights
 from tunesmith.engine.batch.pack import pack, select
 from tunesmith.engine.batch.rollout import Group, SamplingParams
 from tunesmith.engine.kernels.linear.api import cpu_has_bfloat16
@@ -26,7 +27,7 @@ from tunesmith.engine.models.logprob import token_logps
 from tunesmith.engine.models.tiny import tiny_model
 from tunesmith.engine.rollout import runner
 from tunesmith.engine.rollout.factory import open_engine
-from tunesmith.engine.rollout.native_engine import NativeEngine
+from tunesmith.engine.rollout.native_engine import Native, NativeEngine
 
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3")
 has_bf16 = cpu_has_bfloat16()
@@ -115,15 +116,16 @@ def trained_logps(model: LanguageModel, groups: Sequence[Group], temperature: fl
 
 
 @in_exact_dtypes
+@pytest.mark.parametrize("weights", ["model", "int8"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_tokens_and_bits_do_not_depend_on_the_number_of_threads(name: str, dtype: torch.dtype):
+def test_tokens_and_bits_do_not_depend_on_the_number_of_threads(name: str, weights: Weights, dtype: torch.dtype):
     loaded = tiny_model(name, dtype=dtype)
     found, num_threads = [], torch.get_num_threads()
     try:
         for count in (1, 2, 3, 4):
             torch.set_num_threads(count)
-            engine, _ = engine_of(loaded)
-            assert engine.is_exact
+            engine, _ = engine_of(loaded, backend=Native(weights))
+            assert engine.is_exact == (weights == "model")
             groups = engine.generate(prompts(6), 3, SamplingParams(max_new_tokens=12, seed=1))
             found.append([(one.token_ids, one.raw_logps) for group in groups for one in group.completions])
     finally:

@@ -4,7 +4,7 @@ Shape legend: R rows that tokens are sampled from, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Unpack
@@ -139,9 +139,9 @@ class NativeEngine:
         """Guesses of the last call, for their counts."""
         self.memory = Memory()
         """Texts that guesses are taken from."""
-        self._can_draft = False  # a row's bits do not depend on the rows beside it
+        self._is_by_row = False  # a row's bits do not depend on the rows beside it, nor on threads
         self._needs_full_check = True
-        self.threads = FreeThreads()
+        self._threads = FreeThreads()
         self._turns = Turns("engine")
 
     @property
@@ -156,6 +156,10 @@ class NativeEngine:
                 self._look_again()
                 self._pack_weights()
         return bool(self._is_exact) and self._is_trained
+
+    def free_threads(self) -> AbstractContextManager[None]:
+        """A block that computes with no more threads than other programs leave cores free, if no bits depend on it."""
+        return self._threads.used() if self._is_by_row else nullcontext()
 
     @property
     def decode(self) -> Decode:
@@ -175,7 +179,7 @@ class NativeEngine:
 
     def open_drafts(self) -> Drafts | None:
         """Guesses of the next tokens for the weights that were packed last; None if there are to be none."""
-        if not self.has_drafts or not self._can_draft:
+        if not self.has_drafts or not self._is_by_row:
             return None
         architecture = self._decoder.architecture
         linears = projections(architecture)
@@ -281,8 +285,6 @@ class NativeEngine:
         storage, block_tables = cache.storage, cache.tables.block_tables
         drafts = self.drafts = self.open_drafts()
         run = runner.run if drafts is None else partial(drafts.run, runner)
-        # The bits of an exact engine do not depend on the number of threads.
-        free_threads = self.threads.used if self._is_exact else nullcontext
         while True:
             if replies is not None:
                 replies.resume(scheduler, wait=False)
@@ -292,7 +294,7 @@ class NativeEngine:
             if plan is None:
                 return
             copy_blocks(storage, plan.copies)
-            with span("prefill" if plan.chunks else "decode"), free_threads():
+            with span("prefill" if plan.chunks else "decode"), self.free_threads():
                 output = run(plan, storage, block_tables)
             if not plan.drawn:
                 scheduler.accept(plan, [])
@@ -344,7 +346,7 @@ class NativeEngine:
         self._look_again()
         cache = self._fitting_cache(request)
         runner = self._pack_weights()
-        if not self._is_exact:
+        if not self._is_by_row:
             cache.tables.invalidate()  # blocks of an earlier call would change the bits, and a resumed run has none
         return runner, cache
 
@@ -427,7 +429,7 @@ class NativeEngine:
         if self._needs_full_check:
             self._is_exact = self._weights == "model" and difference == 0 and self._rows_are_independent()
             self._is_exact &= not self._decoder.is_divided
-            self._can_draft = self._is_exact or self._rows_are_alone_in_int8(runner)
+            self._is_by_row = self._is_exact or self._rows_are_alone_in_int8(runner)
             self._needs_full_check = runner.is_idle  # adapters that are zero prove nothing about later ones
         rounded = weight_check.MAX_INT8_DIFFERENCE if self._weights == "int8" else weight_check.MAX_DIFFERENCE[dtype]
         allowed = 0.0 if self._is_exact else rounded

@@ -8,7 +8,6 @@ has by itself.
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -174,8 +173,7 @@ class ContinuousBatch:
     def _draw(self, plan: Plan) -> None:
         """Compute a step, sample, and hand out the tokens."""
         copy_blocks(self._cache.storage, plan.copies)
-        # The bits of an exact engine do not depend on the number of threads.
-        with self._engine.threads.used() if self._engine.is_exact else nullcontext():
+        with self._engine.free_threads():
             output = self._run(plan)
         if not plan.drawn:
             self._scheduler.accept(plan, [])
