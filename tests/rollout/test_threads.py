@@ -71,6 +71,9 @@ def test_the_number_follows_what_others_use_within_the_block_alone(monkeypatch: 
 
         assert used(2.0, 0.0) == 2, "nothing is known at the first look"
         assert [used(0.0, 1.9), used(0.8, 1.2), used(1.0, 1.0), used(0.0, 1.0)] == [2, 1, 1, 2]
+        now["wall"] += 5
+        assert used(12.0, 0.0) == 2, "others were busy while the engine had nothing to do"
+        assert [used(1.0, 1.0), used(0.0, 1.0)] == [1, 2]
 
 
 @pytest.mark.slow  # needs the cores for itself

@@ -1,5 +1,6 @@
 """The number of threads that an engine on a CPU computes with: no more than there are cores that are free."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ _log = get_logger(__name__)
 
 _PERIOD_S = 0.25
 """Seconds between two looks at the machine, whose counters have steps of a hundredth of a second."""
+
+_STALE_S = 1.0
+"""Seconds after which a look says nothing of now: in a pause of the engine others may have begun and ended."""
 
 _FEWER_AT, _MORE_AT = -0.5, 0.6
 """Free cores beyond the threads in use at which there are fewer or more threads. A program that needs half a core is
@@ -30,7 +34,7 @@ class FreeThreads:
 
     def __init__(self) -> None:
         self._number = self._most = torch.get_num_threads()
-        self._looked_s = -_PERIOD_S
+        self._looked_s = -math.inf
         self._busy_s = self._own_s = 0.0
 
     @contextmanager
@@ -51,7 +55,7 @@ class FreeThreads:
         """Adapt the number to the cores that were free since the last look."""
         if self._most == 1 or (past_s := time.monotonic() - self._looked_s) < _PERIOD_S:
             return
-        mine, is_first = core_numbers(), self._looked_s < 0
+        mine = core_numbers()
         try:
             busy_s = sum(core_s for number, core_s in enumerate(busy_core_s()) if number in mine)
         except OSError:  # no /proc/stat that this process may read
@@ -59,7 +63,7 @@ class FreeThreads:
         own_s = time.process_time()
         others = max(0.0, (busy_s - self._busy_s) - (own_s - self._own_s)) / past_s
         self._busy_s, self._own_s, self._looked_s = busy_s, own_s, time.monotonic()
-        if not is_first:
+        if past_s <= _STALE_S:
             before, self._number = self._number, adapted(self._number, len(mine) - others, self._most)
             if self._number != before:
                 _log.debug("draws with %d threads: other programs use %.1f cores", self._number, others)
