@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from recipes import Started, pairs, reward_recipe, training
 from transformers import AutoModelForSequenceClassification
 
 from tunesmith.base.core.errors import DataError
+from tunesmith.base.runs.folder import read_jsonl
 from tunesmith.engine.models.load import load_reward_model
 from tunesmith.learn.trainers.api import Inputs
-from tunesmith.learn.trainers.reward import RewardTask
+from tunesmith.learn.trainers.reward import RewardTask, no_better_than_chance
 
 
 def test_it_learns_which_text_was_preferred_on_prompts_it_has_not_seen(tmp_path: Path) -> None:
@@ -21,6 +23,26 @@ def test_it_learns_which_text_was_preferred_on_prompts_it_has_not_seen(tmp_path:
     assert result.summary["eval/accuracy"] == 1.0
     assert result.metrics[-1]["loss"] < result.metrics[0]["loss"]
     assert all(math.isfinite(value) for row in result.metrics for value in row.values())
+
+
+def test_a_model_that_is_no_better_than_chance_is_told(tmp_path: Path) -> None:
+    learnt = pairs()
+    wrong = [replace(pair, chosen=pair.rejected, rejected=pair.chosen) for pair in learnt]
+    found = {
+        name: training(reward_recipe(tmp_path / name), pairs=learnt, heldout_pairs=heldout)
+        for name, heldout in {"wrong": wrong, "right": learnt}.items()
+    }
+    told = [row for row in read_jsonl(found["wrong"].run_dir / "findings.jsonl") if row["name"] == "chance"]
+    assert f"right on 0% of {len(wrong)} held-out pairs" in told[0]["message"]
+    assert not [row for row in read_jsonl(found["right"].run_dir / "findings.jsonl") if row["name"] == "chance"]
+
+
+@pytest.mark.parametrize(
+    ("share", "num_pairs", "is_told"),
+    [(0.43, 100, True), (0.54, 100, True), (0.56, 100, False), (0.52, 2500, False), (0.0, 19, False), (0.5, 20, True)],
+)
+def test_chance_is_a_standard_error_around_a_half_of_enough_pairs(share: float, num_pairs: int, is_told: bool) -> None:
+    assert bool(no_better_than_chance({"eval/accuracy": share, "eval/num_pairs": num_pairs})) == is_told
 
 
 def test_the_final_folder_is_a_standard_classifier_with_the_same_rewards(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tunesmith.base.core.errors import ConfigError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import Groups, derive, items_at, permutation, steps_of_epochs
 from tunesmith.base.core.trace import span
+from tunesmith.base.schema.records import Finding
 from tunesmith.collect.data.balance import balanced
 from tunesmith.collect.data.collate import (
     EncodedPreference,
@@ -72,6 +73,9 @@ from tunesmith.learn.trainers.work import Rows, RunWork, Work
 _MOST_KNOWN = 1024
 """Answers that the heads' spread on votes is measured on, at most, and about as many that the trend over length is
 fitted to: a quantile at 95 %, or four straight parts, need no more."""
+
+_FEWEST_JUDGED = 20
+"""Held-out pairs from which on a model is said to be no better than chance."""
 
 _log = get_logger(__name__)
 
@@ -375,6 +379,8 @@ class RewardTask:
         `reward_quality.judge`, which are also written to `reward_quality.json`.
         """
         last = session.metrics[-1]
+        if warning := no_better_than_chance(last):
+            session.find(Finding(len(session.metrics), "chance", "warning", warning))
         names = ("loss", "accuracy", "eval/accuracy", "eval/margin", "eval/num_pairs", "eval/longer_wins")
         known, trend = learner.model.known, learner.model.length_trend
         figures = {
@@ -397,6 +403,20 @@ class RewardTask:
         names = ("accuracy", "accuracy_low", "accuracy_high", "tfidf", "longer_wins", "brier", "ece", "num_pairs")
         judged = {"num_train_pairs": len(self.data.train), **{name: getattr(quality, name) for name in names}}
         return {**figures, **judged}
+
+
+def no_better_than_chance(row: Mapping[str, float]) -> str:
+    """The message on a model that was right on no more of the held-out pairs than chance often is: at most a standard
+    error above a half of them; empty for a better one, and where they are too few to say.
+    """
+    share, num_pairs = row.get("eval/accuracy"), row.get("eval/num_pairs", 0.0)
+    if share is None or num_pairs < _FEWEST_JUDGED or share - 0.5 > 0.5 / math.sqrt(num_pairs):
+        return ""
+    return (
+        f"the reward model is right on {share:.0%} of {num_pairs:.0f} held-out pairs, as chance is: a policy that "
+        "follows it learns what nobody prefers. Collect more votes, take pairs that differ in what you ask about, or "
+        "train on further sources (recipe reward_mix)"
+    )
 
 
 def _check(cfg: RewardRecipe) -> None:
