@@ -7,8 +7,14 @@ A key finds one block, whose ids give that key. `block_tables` repeats the table
 
 from collections.abc import Iterable
 
+from tunesmith.base.core.trace import Trace
 from tunesmith.engine.rollout.kv_cache import BLOCK_TOKENS, BlockPool, KVCache, Table, blocks_for, prompt_keys
 from tunesmith.engine.rollout.scheduler import Scheduler
+
+
+def prefilled(record: Trace) -> float:
+    """Prompt tokens that engines computed, and did not find in their caches, while the trace was recorded."""
+    return sum(value for name, value in record.metrics().items() if name.endswith("prefill_tokens"))
 
 
 def pool_errors(pool: BlockPool) -> list[str]:

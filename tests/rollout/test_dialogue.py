@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from integrity import prefilled
 
 from tunesmith.base.core.trace import Trace, trace
 from tunesmith.base.schema.records import Prompt
@@ -69,10 +70,6 @@ def talk_with(
     with trace() as record:
         engine.converse(prompts, SAMPLING, Dialogue(talk, MAX_TOKENS))
     return talk, record
-
-
-def prefilled(record: Trace) -> float:
-    return sum(value for name, value in record.metrics().items() if name.endswith("prefill_tokens"))
 
 
 @pytest.fixture(scope="module")

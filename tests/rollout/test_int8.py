@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from integrity import prefilled
 
 from tunesmith.base.core.errors import TrainingError
-from tunesmith.base.core.trace import Trace, trace
+from tunesmith.base.core.trace import trace
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.pack import pack
 from tunesmith.engine.batch.rollout import Group, SamplingParams
@@ -71,10 +72,6 @@ def test_changed_weights_and_adapters_are_packed_again():
     assert difference(loaded, after) < NEAR
     fresh = open_engine(loaded.model, loaded.tokenizer, backend=Native("int8"))
     assert fresh.generate(PROMPTS, 2, SAMPLING) == after
-
-
-def prefilled(record: Trace) -> float:
-    return sum(value for name, value in record.metrics().items() if name.endswith("prefill_tokens"))
 
 
 def test_a_second_call_finds_prompts_of_the_first_and_draws_the_same():

@@ -52,7 +52,7 @@ class FreeThreads:
             torch.set_num_threads(self._most)
 
     def _look(self) -> None:
-        """Adapt the number to the cores that were free since the last look."""
+        """Adapt the number to the cores that were free since the last look, unless that is stale."""
         if self._most == 1 or (past_s := time.monotonic() - self._looked_s) < _PERIOD_S:
             return
         mine = core_numbers()
