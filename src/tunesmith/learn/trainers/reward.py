@@ -376,8 +376,8 @@ class RewardTask:
 
     def summary(self, learner: Reward, session: Session) -> dict[str, object]:
         """The last training loss, and the figures on held-out pairs. `evaluation.judge` adds those of
-        `reward_quality.judge`, which are also written to `reward_quality.json`. A model that is no better than chance is
-        a finding.
+        `reward_quality.judge`, which are also written to `reward_quality.json`. A model that is no better than chance
+        is a finding.
         """
         last = session.metrics[-1]
         if warning := no_better_than_chance(last):
@@ -415,8 +415,8 @@ def no_better_than_chance(row: Mapping[str, float]) -> str:
         return ""
     return (
         f"the reward model is right on {share:.0%} of {num_pairs:.0f} held-out pairs, no better than chance: a "
-        "policy that follows it learns what nobody prefers. Collect more votes, take pairs that differ in what you ask about, or "
-        "train on further sources (recipe reward_mix)"
+        "policy that follows it learns what nobody prefers. Collect more votes, take pairs that differ in what you ask "
+        "about, or train on further sources (recipe reward_mix)"
     )
 
 
