@@ -23,7 +23,7 @@ import torch
 from tunesmith import train
 from tunesmith.base.core import system
 from tunesmith.base.core.trace import span, trace
-from tunesmith.base.runs import cgroup
+from tunesmith.base.runs import cgroup, environment
 from tunesmith.base.runs.folder import MEASURED, read_jsonl
 from tunesmith.observe.profiling import meter
 from tunesmith.observe.profiling.meter import Meter, metering
@@ -227,6 +227,28 @@ def test_what_the_system_does_not_show_is_absent(monkeypatch: pytest.MonkeyPatch
     figures = Meter().step()
     assert not [name for name in figures if name.startswith(("io/read", "cpu/core/", "cpu/machine", "cpu/stolen"))]
     assert "cpu/process" in figures
+
+
+@pytest.mark.parametrize(
+    ("mine", "quota", "expected"),
+    [
+        ({0, 1, 2, 3}, None, 2.25),
+        ({0, 1}, None, 0.75),
+        ({3}, None, 0.0),  # a core that nobody else uses: a job bound to it, beside busy ones
+        ({0, 1, 2, 3}, 1.0, 0.0),  # three cores are more than the quota would let it use
+        ({0, 1, 2, 3}, 3.0, 1.25),
+    ],
+)
+def test_others_are_those_that_take_cores_that_this_process_could_use(
+    mine: set[int], quota: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda _: mine)
+    monkeypatch.setattr(cgroup, "quota_cores", lambda: quota)
+    busy = {f"cpu/core/{number}": seconds for number, seconds in enumerate((1.0, 0.0, 1.5, 0.0))}
+    process_s = 0.25 if 0 in mine else 0.0
+    figures = meter._slow_metrics({"wall_s": 1.0, "process_s": process_s, **busy})
+    assert figures["cpu/machine"] == 2.5
+    assert figures["cpu/others"] == pytest.approx(expected)
 
 
 GROUPS = {

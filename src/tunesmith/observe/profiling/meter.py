@@ -20,7 +20,7 @@ from tunesmith.base.core.errors import NativeUnavailableError
 from tunesmith.base.core.system import fsync_s
 from tunesmith.base.core.trace import Trace, Watcher, trace, watching
 from tunesmith.base.runs import cgroup
-from tunesmith.base.runs.environment import busy_core_s, usable_cores
+from tunesmith.base.runs.environment import busy_core_s, core_numbers, usable_cores
 from tunesmith.observe.profiling.gpu import GPU, open_gpu
 from tunesmith.observe.profiling.sampler.api import Sampler, Samples, has_lock
 from tunesmith.observe.profiling.stacks import Stacks
@@ -229,7 +229,9 @@ def _slow_metrics(change: Metrics) -> Metrics:
     if busy:
         metrics |= {name: min(1.0, share) for name, share in busy.items()}
         metrics["cpu/machine"] = sum(busy.values())
-        metrics["cpu/others"] = max(0.0, metrics["cpu/machine"] - process)
+        mine = [value for number in core_numbers() if (value := busy.get(f"cpu/core/{number}")) is not None]
+        beyond_quota = max(0.0, len(mine) - metrics["cpu/cores"])  # cores that others may use and take nothing away
+        metrics["cpu/others"] = max(0.0, sum(mine) - process - beyond_quota)
     if "stolen_s" in change:
         metrics["cpu/stolen"] = change["stolen_s"] / wall_s
     metrics |= {name: change[name] for name in ("io/read_mb", "io/written_mb", "cpu/throttled_s") if name in change}
@@ -276,9 +278,12 @@ def _resident_mb() -> float:
 
 
 def _machine() -> Metrics:
-    """Busy seconds of each core, by all processes, and seconds that the hypervisor took from all."""
+    """Busy seconds of each core, by all processes, and seconds that the hypervisor took from those of this process."""
     counters = {f"cpu/core/{number}": busy_s for number, busy_s in enumerate(busy_core_s())}
-    return {**counters, "stolen_s": psutil.cpu_times().steal} if psutil.LINUX else counters
+    if not psutil.LINUX:
+        return counters
+    mine, times = core_numbers(), psutil.cpu_times(percpu=True)
+    return {**counters, "stolen_s": sum(core.steal for number, core in enumerate(times) if number in mine)}
 
 
 def _io() -> Metrics:
