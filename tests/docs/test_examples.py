@@ -102,7 +102,8 @@ def test_the_api_answers_the_shell_and_scripts_of_its_pages(page: Path, in_folde
     with serving(page, in_folder, "tiny:llama"):
         for block in found:
             program = PROGRAMS[block.language]
-            if shutil.which(program[0]) is None and "CI" not in os.environ:
+            needed = [program[0], *(["curl"] if block.language == "sh" else [])]
+            if not all(map(shutil.which, needed)) and "CI" not in os.environ:
                 continue
             done = subprocess.run(program, input=block.text, capture_output=True, text=True, timeout=500, check=False)
             assert done.returncode == 0, f"{block.where}: {done.stderr}"

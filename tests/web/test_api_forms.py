@@ -374,11 +374,13 @@ def steps_of(work):
         return trace
 
     before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
+    for _ in range(2):  # from Python 3.12 on a frame that asks for opcodes enables them for the next tracing alone
+        num = 0
+        sys.settrace(trace)
+        try:
+            work()
+        finally:
+            sys.settrace(before)
     return num
 
 

@@ -36,7 +36,7 @@ template <class T> struct Single {
     typedef T Number;
     typedef float Step;
     static constexpr int kPerStep = 1;
-    static Floats multiply_add(Floats sum, Step row, const Number* at) { return sum + row * load(at); }
+    static Floats multiply_add(Floats sum, Step row, const Number* at) { return fused(splat(row), load(at), sum); }
     static void store_steps(float* to, const Number* from, int64_t count) {
         for (int64_t i = 0; i < count; ++i) to[i] = load_one(from + i);
     }

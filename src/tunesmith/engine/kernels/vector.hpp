@@ -5,8 +5,10 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 // For functions and lambdas on vectors: a call would pass each of them through memory.
@@ -129,6 +131,30 @@ typedef Vector<uint16_t, kLanes> Halves;
 constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline Floats splat(float value) { return value - Floats{}; }
+
+// a * b + c, rounded once where the processor has an instruction for it. Of `c + a * b` the compiler decides what is
+// fused: where c is a product too it may take that one, and otherwise for three rows than for four.
+#if defined(__AVX512F__)
+inline TUNESMITH_INLINE Floats fused(Floats a, Floats b, Floats c) {
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#else
+#if defined(__FMA__) && defined(__AVX2__)
+inline TUNESMITH_INLINE Vector<float, 8> fused(Vector<float, 8> a, Vector<float, 8> b, Vector<float, 8> c) {
+    return (Vector<float, 8>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+#elif defined(__aarch64__)
+inline TUNESMITH_INLINE Vector<float, 4> fused(Vector<float, 4> a, Vector<float, 4> b, Vector<float, 4> c) {
+    return (Vector<float, 4>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+#else
+template <class V> inline TUNESMITH_INLINE V fused(V a, V b, V c) { return a * b + c; }
+#endif
+template <int N>
+inline TUNESMITH_INLINE Halved<float, N> fused(Halved<float, N> a, Halved<float, N> b, Halved<float, N> c) {
+    return {fused(a.low, b.low, c.low), fused(a.high, b.high, c.high)};
+}
+#endif
 
 inline TUNESMITH_INLINE Floats load(const float* from) { return Memory<Floats>::load(from); }
 

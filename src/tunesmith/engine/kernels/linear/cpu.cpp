@@ -38,7 +38,7 @@ struct Single {
 #endif
     static constexpr int64_t kOutputs = kVectors * kLanes;
     static inline TUNESMITH_INLINE Floats multiply_add(Floats sum, const float* x, const float* weight) {
-        return sum + *x * load(weight);
+        return fused(splat(*x), load(weight), sum);
     }
 };
 

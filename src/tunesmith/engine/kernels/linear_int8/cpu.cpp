@@ -138,7 +138,8 @@ void tile(const LinearInt8Arguments& given, const Rows& rows, int64_t row, const
         for (int v = 0; v < kVectors; ++v) {
             const Floats scale = load(scales + b * kOutputs + v * kLanes);
             for (int r = 0; r < R; ++r)
-                total[r][v] += converted<Floats>(sum[r][v]) * (scale * rows.scales[(row + r) * rows.blocks + b]);
+                total[r][v] = fused(converted<Floats>(sum[r][v]), scale * rows.scales[(row + r) * rows.blocks + b],
+                                    total[r][v]);
         }
     }
     for (int r = 0; r < R; ++r)
