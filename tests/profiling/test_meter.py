@@ -126,7 +126,8 @@ def test_a_sampler_that_nobody_stops_lets_the_process_end(name: str, require: Ca
 
 def test_ctrl_c_reaches_the_main_thread(require: Callable[..., str]) -> None:
     require("c++", "g++", "clang++")
-    waits = "signal.signal(signal.SIGINT, signal.default_int_handler)\nprint('ready', flush=True)\ntime.sleep(100)"
+    waits = "signal.signal(signal.SIGINT, signal.default_int_handler)\nprint('ready', flush=True)\n"
+    waits += "while True: time.sleep(0.1)"  # a signal just before a sleep is seen after it
     with subprocess.Popen(
         [sys.executable, "-c", script(waits)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -53,7 +53,10 @@ def source_rows(source: str | Path) -> Iterator[Candidate]:
         return source_rows(data_path(name))
     path = Path(source)
     try:
-        exists = path.exists()
+        path.stat()  # `exists` takes every error for an answer from Python 3.14 on
+        exists = True
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        exists = False
     except OSError as error:  # a whole text given for a name
         raise DataError(f"{name[:80]!r}... cannot be the name of a file: {error.strerror or error}") from error
     if path.is_dir():
