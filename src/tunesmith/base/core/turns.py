@@ -32,7 +32,7 @@ class Turns:
         Raises:
             InputError: the call comes from within another one, or from a process that was forked.
         """
-        caller = sys._getframe(1)
+        caller = sys._getframe(1)  # type: ignore[reportPrivateUsage] - the frame of the call
         if self._lock._is_owned():  # type: ignore[attr-defined]
             if self._is_within_block(caller):
                 raise InputError(
