@@ -19,7 +19,12 @@ FIRST, SECOND, EVEN = "A", "B", "C"
 _MARKED = re.compile(r"\[\[\s*([^\[\]]{1,20}?)\s*\]\]")
 _THOUGHTS = re.compile(r"\A.*</think(?:ing)?>", re.DOTALL)
 _UNFINISHED = re.compile(r"\s*<think(?:ing)?>")
-_LAST_WORD = re.compile(r"(?:verdict|answer|grade|rating|score)\W{1,10}([\w./]{1,20})\W*\Z", re.IGNORECASE)
+# A colon or "is" must stand between: "A is better than answer B" is no verdict for B.
+_LAST_WORD = re.compile(
+    r"(?<!worse )(?<!worst )(?<!weaker )(?:verdict|answer|grade|rating|score)\W{0,4}(?:[:=]|\bis\b)\W{0,10}"
+    r"([\w./]{1,20})\W*\Z",
+    re.IGNORECASE,
+)
 _ROUND = " \t\r\n.,;:!*\"'`()[]"
 
 
@@ -122,7 +127,7 @@ def as_text(content: Text) -> str:
 
 def _said(answer: str) -> list[str]:
     """What stands in double brackets; without any the whole answer, if it is short, or the last word of a sentence such
-    as "Verdict: A". Thoughts at the beginning do not count.
+    as "Verdict: A" or "The better answer is A." Thoughts at the beginning do not count.
     """
     answer = _THOUGHTS.sub("", answer)
     if _UNFINISHED.match(answer):  # its limit came first, so it may have thought of either
