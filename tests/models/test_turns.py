@@ -2,7 +2,6 @@
 
 import json
 import re
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -435,6 +434,8 @@ def test_the_ranges_of_a_reply_are_its_contents_without_the_template(name: str) 
     @given(st.lists(PLAIN, min_size=1, max_size=3))
     def check(contents: list[str]) -> None:
         contents = contents[: family.calls or 1]
+        if name in WRITE_JSON:  # a comma or colon may be in one token with the quote beside it, which no range holds
+            assume(all(content.strip() == content.strip().strip(",:") for content in contents))
         prompt = with_tools(tokenizer, Prompt("1", ({"role": "user", "content": "Q"},), {"tools": TOOLS}))
         calls = [
             {"type": "function", "id": f"call{index:05d}", "function": {"name": "search", "arguments": {"text": "a"}}}
@@ -451,10 +452,10 @@ def test_the_ranges_of_a_reply_are_its_contents_without_the_template(name: str) 
         if suffix is None:
             return
         ranges = reply_ranges(tokenizer, prompt, (*prompt.content, message), new, suffix)
-        found = [decode_marked(tokenizer, suffix[part.start : part.stop]) for part in ranges]
-        assert "\ufffd" in "".join(found) or within(name, found) == within(
-            name, [as_written(name, content) for content in contents]
-        )
+        found = [decode_marked(tokenizer, suffix[part.start : part.stop]).strip() for part in ranges]
+        assert "\ufffd" in "".join(found) or found == [
+            shown for content in contents if (shown := as_written(name, content).strip())
+        ]
 
     check()
 
@@ -466,12 +467,6 @@ WRITE_JSON = ("Llama 3.1", "Llama 3.2", "gpt-oss")
 def as_written(name: str, content: str) -> str:
     """A content as the template of a family writes it."""
     return json.dumps(content, ensure_ascii=False)[1:-1] if name in WRITE_JSON else content
-
-
-def within(name: str, texts: Sequence[str]) -> list[str]:
-    """The texts without what may be in one token with a quote before or behind it, which is no part of a range."""
-    joined = string.whitespace + (",:" if name in WRITE_JSON else "")
-    return [part for text in texts if (part := text.strip().strip(joined))]
 
 
 CALLS = [

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tunesmith.base.runs.environment import busy_core_s, core_numbers
+from tunesmith.base.runs.environment import CoreSeconds, core_numbers, core_seconds
 from tunesmith.engine.rollout import threads
 from tunesmith.engine.rollout.threads import FreeThreads, adapted
 
@@ -44,17 +44,17 @@ def test_there_are_as_many_threads_as_free_cores(number: int, free: float, most:
 
 
 def test_the_time_of_the_cores_is_counted():
-    busy_s, wall_s = sum(busy_core_s()), time.monotonic()
+    busy_s, wall_s = sum(core.busy for core in core_seconds()), time.monotonic()
     while time.monotonic() - wall_s < 0.3:
         pass
-    assert sum(busy_core_s()) - busy_s > 0.1
+    assert sum(core.busy for core in core_seconds()) - busy_s > 0.1
 
 
 def test_the_number_follows_what_others_use_within_the_block_alone(monkeypatch: pytest.MonkeyPatch):
     """Clock and counters are replaced: a test's own machine is busy with other tests."""
     now = {"wall": 0.0, "busy": 0.0, "own": 0.0}
     monkeypatch.setattr(threads, "core_numbers", lambda: {0, 1})
-    monkeypatch.setattr(threads, "busy_core_s", lambda: [now["busy"], 0.0, 5.0])
+    monkeypatch.setattr(threads, "core_seconds", lambda: [CoreSeconds(busy, 0.0) for busy in (now["busy"], 0.0, 5.0)])
     monkeypatch.setattr(threads.time, "monotonic", lambda: now["wall"])
     monkeypatch.setattr(threads.time, "process_time", lambda: now["own"])
     with num_threads(2):

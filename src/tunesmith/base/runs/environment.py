@@ -11,6 +11,7 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -91,10 +92,18 @@ def core_numbers() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def busy_core_s() -> list[float]:
-    """Seconds that all processes have used of each core since the machine began."""
-    names = ("user", "system", "nice", "irq", "softirq")  # each where the system counts it
-    return [sum(getattr(core, name, 0.0) for name in names) for core in psutil.cpu_times(percpu=True)]
+class CoreSeconds(NamedTuple):
+    """Seconds of a core since the machine began: used by all processes, and given to others by the hypervisor."""
+
+    busy: float
+    stolen: float
+
+
+def core_seconds() -> list[CoreSeconds]:
+    """The seconds of each core, by its number; 0 of what the system does not count."""
+    busy = ("user", "system", "nice", "irq", "softirq")
+    times = psutil.cpu_times(percpu=True)
+    return [CoreSeconds(sum(getattr(core, name, 0.0) for name in busy), getattr(core, "steal", 0.0)) for core in times]
 
 
 def rss_gb() -> float:

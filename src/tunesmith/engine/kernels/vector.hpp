@@ -132,8 +132,8 @@ constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline Floats splat(float value) { return value - Floats{}; }
 
-// a * b + c, rounded once where the processor has an instruction for it. Of `c + a * b` the compiler decides what is
-// fused: where c is a product too it may take that one, and otherwise for three rows than for four.
+// a * b + c, rounded once where the processor has an instruction for it. In `c + a * b` the compiler chooses what to
+// fuse: where c is a product too it may take that one, and not the same one in each instance of a template.
 #if defined(__AVX512F__)
 inline TUNESMITH_INLINE Floats fused(Floats a, Floats b, Floats c) {
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from tunesmith.base.core.log import get_logger
-from tunesmith.base.runs.environment import busy_core_s, core_numbers
+from tunesmith.base.runs.environment import core_numbers, core_seconds
 
 _log = get_logger(__name__)
 
@@ -57,7 +57,7 @@ class FreeThreads:
             return
         mine = core_numbers()
         try:
-            busy_s = sum(core_s for number, core_s in enumerate(busy_core_s()) if number in mine)
+            busy_s = sum(core.busy for number, core in enumerate(core_seconds()) if number in mine)
         except OSError:  # no /proc/stat that this process may read
             return
         own_s = time.process_time()

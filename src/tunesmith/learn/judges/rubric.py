@@ -19,9 +19,10 @@ FIRST, SECOND, EVEN = "A", "B", "C"
 _MARKED = re.compile(r"\[\[\s*([^\[\]]{1,20}?)\s*\]\]")
 _THOUGHTS = re.compile(r"\A.*</think(?:ing)?>", re.DOTALL)
 _UNFINISHED = re.compile(r"\s*<think(?:ing)?>")
-# A colon or "is" must stand between: "A is better than answer B" is no verdict for B.
+# Behind "answer", which also names what is judged, a sign or "is" must stand: "better than answer B" is no verdict.
 _LAST_WORD = re.compile(
-    r"(?<!worse )(?<!worst )(?<!weaker )(?:verdict|answer|grade|rating|score)\W{0,4}(?:[:=]|\bis\b)\W{0,10}"
+    r"(?:(?:verdict|grade|rating|score)(?:\s+is\b)?\W{1,10}"
+    r"|(?<!worse )(?<!worst )(?<!weaker )answer\W{0,4}(?:[:=-]|\bis\b)\W{0,10})"
     r"([\w./]{1,20})\W*\Z",
     re.IGNORECASE,
 )

@@ -20,7 +20,7 @@ from tunesmith.base.core.errors import NativeUnavailableError
 from tunesmith.base.core.system import fsync_s
 from tunesmith.base.core.trace import Trace, Watcher, trace, watching
 from tunesmith.base.runs import cgroup
-from tunesmith.base.runs.environment import busy_core_s, core_numbers, usable_cores
+from tunesmith.base.runs.environment import core_numbers, core_seconds, usable_cores
 from tunesmith.observe.profiling.gpu import GPU, open_gpu
 from tunesmith.observe.profiling.sampler.api import Sampler, Samples, has_lock
 from tunesmith.observe.profiling.stacks import Stacks
@@ -279,11 +279,11 @@ def _resident_mb() -> float:
 
 def _machine() -> Metrics:
     """Busy seconds of each core, by all processes, and seconds that the hypervisor took from those of this process."""
-    counters = {f"cpu/core/{number}": busy_s for number, busy_s in enumerate(busy_core_s())}
-    if not psutil.LINUX:
-        return counters
-    mine, times = core_numbers(), psutil.cpu_times(percpu=True)
-    return {**counters, "stolen_s": sum(core.steal for number, core in enumerate(times) if number in mine)}
+    cores, mine = core_seconds(), core_numbers()
+    counters = {f"cpu/core/{number}": core.busy for number, core in enumerate(cores)}
+    if psutil.LINUX:
+        counters["stolen_s"] = sum(core.stolen for number, core in enumerate(cores) if number in mine)
+    return counters
 
 
 def _io() -> Metrics:
