@@ -151,14 +151,18 @@ def of_row(
     """The figures of one row: held-out pairs of all sources with nothing left out, and each source that is left out."""
     changes, flips = ROWS[row], row.startswith(NOISY)
     of_all = (HH,) if row == ONE else SOURCES
-    whole = trained({name: files(name, flips) for name in of_all}, {}, changes, options)
-    rows = whole.get("sources") or [{"name": HH, **whole}]
-    found: dict[str, Any] = {"held_out": {one["name"]: _figures(one) for one in rows}, "left_out": {}}
-    say(f"{row}: " + ", ".join(f"{name} {one['accuracy']:.3f}" for name, one in found["held_out"].items()))
-    for name in left_out:
+    whole = trained(
+        {name: files(name, flips) for name in of_all},
+        {name: files(name, False) for name in SOURCES if name not in of_all},
+        changes,
+        options,
+    )
+    figures = {one["name"]: _figures(one) for one in whole.get("sources") or [{"name": HH, **whole}]}
+    found: dict[str, Any] = {"held_out": {name: one for name, one in figures.items() if name in of_all}}
+    found["left_out"] = {name: one for name, one in figures.items() if name not in of_all}
+    say(f"{row}: " + ", ".join(f"{name} {one['accuracy']:.3f}" for name, one in figures.items()))
+    for name in left_out if row != ONE else ():
         others = [other for other in of_all if other != name]
-        if not others:
-            continue
         quality = trained(
             {other: files(other, flips) for other in others}, {name: files(name, False)}, changes, options
         )
