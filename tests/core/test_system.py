@@ -1,5 +1,6 @@
 """The cache folder follows the environment; freed memory stays with the process; waiting threads sleep soon."""
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -38,6 +39,34 @@ def test_a_large_block_that_is_freed_stays_only_if_asked() -> None:
 
     assert growth_mb("keep") > 190
     assert growth_mb("leave") < 20
+
+
+GAPS = """
+import ctypes
+from tunesmith.base.core.system import keep_freed_memory, trim_memory, unused_heap_gb
+
+assert keep_freed_memory()
+blocks = [ctypes.create_string_buffer(2**20) for _ in range(200)]
+for block in blocks:
+    ctypes.memset(block, 1, 2**20)
+used_gb = unused_heap_gb()
+del blocks[::2]
+gaps_gb = unused_heap_gb() - used_gb
+resident = int(open("/proc/self/statm").read().split()[1])
+trim_memory()
+print(gaps_gb, (resident - int(open("/proc/self/statm").read().split()[1])) * 4096 / 1e9)
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or not hasattr(ctypes.CDLL(None), "mallinfo2"),
+    reason="only glibc says so, from 2.33 on",
+)
+def test_what_the_allocator_keeps_between_blocks_in_use_is_counted_and_can_be_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", GAPS], capture_output=True, text=True, check=True)
+    gaps_gb, freed_gb = map(float, done.stdout.split())
+    assert gaps_gb == pytest.approx(100 * 2**20 / 1e9, rel=0.05)
+    assert freed_gb > 0.8 * gaps_gb
 
 
 IMPORTED = "import {}, {}, logging, os, tunesmith.base.core.system as s; s.warn_of_spinning(); s.warn_of_spinning()"

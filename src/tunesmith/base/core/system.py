@@ -24,6 +24,16 @@ SPIN_COUNT = "10000"
 """Spins of a waiting thread before it sleeps: some ten microseconds. GNU's default is 300000."""
 
 
+class _HeapSizes(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _fields_ = (
+        *((f"_{index}", ctypes.c_size_t) for index in range(8)),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    )
+
+
 def cache_folder() -> Path:
     """The folder of files that can be made again, such as converted models and compiled kernels.
 
@@ -45,6 +55,16 @@ def keep_freed_memory() -> bool:
         return False
     library = ctypes.CDLL(None)
     return all(library.mallopt(name, value) == 1 for name, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER)))
+
+
+def unused_heap_gb() -> float:
+    """Memory that the program has freed and its allocator keeps, in GB (1e9 bytes); 0 where it does not say (glibc
+    before 2.33, and others). The heaps of other threads than the first are not counted.
+    """
+    if platform.libc_ver()[0] != "glibc" or not hasattr(library := ctypes.CDLL(None), "mallinfo2"):
+        return 0.0
+    library.mallinfo2.restype = _HeapSizes
+    return float(library.mallinfo2().fordblks) / 1e9
 
 
 def trim_memory() -> None:

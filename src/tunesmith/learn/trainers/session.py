@@ -18,6 +18,7 @@ from tunesmith.base.config.recipe import Recipe, SamplingRecipe
 from tunesmith.base.config.schema import SPECS
 from tunesmith.base.core.errors import CheckpointError, ProfiledError, RunError, StoppedError, TrainingError
 from tunesmith.base.core.log import get_logger
+from tunesmith.base.core.system import trim_memory, unused_heap_gb
 from tunesmith.base.core.trace import Trace, span, trace
 from tunesmith.base.runs.checkpoint import Checkpoint, CheckpointWriter, aside_folder
 from tunesmith.base.runs.environment import peak_rss_gb, rss_gb
@@ -36,7 +37,7 @@ from tunesmith.learn.trainers.memory import memory_advice
 from tunesmith.learn.trainers.setup import RunResult, Stopwatch
 from tunesmith.learn.trainers.signals import StopRequest, stop_signals
 from tunesmith.observe.profiling.diagnosis import slow_findings
-from tunesmith.observe.profiling.meter import Meter, metering
+from tunesmith.observe.profiling.meter import Meter, available_gb, metering
 from tunesmith.observe.profiling.recorder import StepProfiler
 from tunesmith.observe.profiling.stage import Stage
 from tunesmith.observe.profiling.watchdog import watched
@@ -133,7 +134,8 @@ class Session:
     def end_step(self, step: int, result: StepResult) -> None:
         """Record `step` (counted from 1), check for alarms, save a checkpoint if one is due, stop if a signal asked.
 
-        The checkpoint is written while the next step runs; recording that step waits until it is on disk.
+        The checkpoint is written while the next step runs; recording that step waits until it is on disk. Freed memory
+        is kept for the next step, unless there is more of it than the system has left for all.
 
         Raises:
             TrainingError: if too many steps in a row were refused, naming the parameter whose gradient was bad.
@@ -152,6 +154,9 @@ class Session:
                 with span("checkpoint"):
                     self._save()
             self._profiler.between_steps(step)
+            # Blocks of other sizes do not fit into the gaps that a step leaves, so the heap grows from step to step.
+            if unused_heap_gb() > available_gb():
+                trim_memory()
         if self._profiler.is_done:
             self.finish({"algorithm": self.cfg.algorithm, "steps": step})
             raise ProfiledError(self.folder.path)
