@@ -19,12 +19,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tunesmith import train
+from tunesmith.base.config.load import load_recipe
+from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core import system
 from tunesmith.base.core.trace import span, trace
 from tunesmith.base.runs import cgroup, environment
 from tunesmith.base.runs.folder import MEASURED, read_jsonl
+from tunesmith.engine.models.load import new_reward_model
+from tunesmith.engine.models.tiny import tiny_model
+from tunesmith.learn.trainers.estimate import training_estimate
+from tunesmith.learn.trainers.work import Rows, RunWork, Work
 from tunesmith.observe.profiling import meter
 from tunesmith.observe.profiling.meter import Meter, metering
 from tunesmith.observe.profiling.sampler import api
@@ -373,6 +380,20 @@ def test_a_preference_run_has_no_engine(tmp_path: Path) -> None:
     assert set(facts) == KEYS
     assert (facts["engine"], facts["engine_exact"], facts["forward"]) == (None, None, "decoder")
     assert os.path.exists(result.run_dir / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "reward"])
+def test_operations_are_those_of_the_products_with_weights(kind: str) -> None:
+    if kind == "reward":
+        model = new_reward_model(ModelSection(name="tiny:llama", dtype="float32"), device=torch.device("cpu")).model
+    else:
+        model = tiny_model("llama", tie_word_embeddings=kind == "tied").model
+    estimate = training_estimate(model, load_recipe("sft").recipe, RunWork(Rows(1, 1), Work()), micro_tokens=7)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(1, 7, dtype=torch.long)).logits.sum().backward()
+    found = counter.get_flop_counts()["Global"]
+    products = sum(found.get(product, 0) for product in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert estimate.flop(7, 7) == pytest.approx(products, rel=0.05)
 
 
 def test_the_rates_are_of_the_positions_that_were_computed(timed: tuple[Path, float]) -> None:

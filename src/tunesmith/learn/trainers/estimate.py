@@ -25,13 +25,18 @@ _END_S, _GB_PER_S = 1.5, 0.4
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Memory in GB (1e9 bytes) by part, dtype of the weights, and the work of the run."""
+    """Memory in GB (1e9 bytes) by part, dtype of the weights, and the work of the run.
+
+    Of its parameters and of the trained ones `num_read` are rows of an input embedding that no product has: those of a
+    model whose output layer, if it has one, has weights of its own.
+    """
 
     num_parameters: int
     num_trained: int
     memory_gb: dict[str, float]
     dtype: torch.dtype
     work: RunWork
+    num_read: tuple[int, int] = (0, 0)
 
     @property
     def total_gb(self) -> float:
@@ -46,9 +51,10 @@ class Estimate:
 
     def flop(self, num_positions: float, num_trained_positions: float) -> float:
         """Operations of forward passes over `num_positions`, and of backward passes over `num_trained_positions`: 2 a
-        parameter and token, and twice as many backward (Kaplan et al. 2020, section 2.1).
+        token and parameter of a product, and twice as many backward (Kaplan et al. 2020, section 2.1).
         """
-        return 2 * self.num_parameters * num_positions + 4 * self.num_trained * num_trained_positions
+        multiplied, trained = self.num_parameters - self.num_read[0], self.num_trained - self.num_read[1]
+        return 2 * multiplied * num_positions + 4 * trained * num_trained_positions
 
 
 def training_estimate(
@@ -76,7 +82,7 @@ def training_estimate(
         memory["reference"] = weight_bytes * holds_reference
     if logit_tokens is not None:
         memory["logits"] = 4 * int(logit_tokens) * model.config.get_text_config().vocab_size
-    return Estimate(num_all, num_trained, _in_gb(memory), model.dtype, work)
+    return Estimate(num_all, num_trained, _in_gb(memory), model.dtype, work, _num_read(model))
 
 
 def policy_estimate(
@@ -134,7 +140,7 @@ def policy_estimate(
         memory["frozen states"] = num_sequences * width * hidden * model.dtype.itemsize
     if teacher_parameters:
         memory["teachers"] = sum(teacher_parameters) * model.dtype.itemsize
-    return Estimate(num_all, num_trained, _in_gb(memory), model.dtype, work)
+    return Estimate(num_all, num_trained, _in_gb(memory), model.dtype, work, _num_read(model))
 
 
 def _policy_work(
@@ -234,6 +240,16 @@ def _weight_bytes(model: PreTrainedModel) -> int:
 
 def _num_trained(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _num_read(model: PreTrainedModel) -> tuple[int, int]:
+    """How many parameters an input embedding has that is not the output layer's weight too, and how many of them are
+    trained.
+    """
+    output = model.get_output_embeddings()
+    shared = set() if output is None else {id(weight) for weight in output.parameters()}
+    read = [weight for weight in model.get_input_embeddings().parameters() if id(weight) not in shared]
+    return sum(one.numel() for one in read), sum(one.numel() for one in read if one.requires_grad)
 
 
 def _optimizer_bytes(model: PreTrainedModel, num_trained: int, cfg: Recipe) -> int:
