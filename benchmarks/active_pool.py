@@ -25,7 +25,8 @@ from tunesmith.base.config.algorithms.live import LiveSelectionSection
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.seeds import derive
 from tunesmith.base.schema.records import Pair, plain_text
-from tunesmith.collect.data.answers import TokenLimit, encode_answer, fitting
+from tunesmith.collect.data.answers import encode_answer, fitting
+from tunesmith.collect.data.collate import TokenLimit
 from tunesmith.collect.data.rows import RowError
 from tunesmith.collect.data.split import prompt_key, split_by_prompt
 from tunesmith.engine.models.language_model import language_model
@@ -69,7 +70,7 @@ def read_pool(name: str, options: Namespace, say: Say) -> Pool:
     loaded = load_policy(size)
     keep_lower_layers(loaded.model, None if options.quick else options.layers)
     selection = Selection(LiveSelectionSection(), language_model(loaded.model))
-    limit = TokenLimit(options.tokens, truncates=True)
+    limit = TokenLimit(options.tokens, "left")
     kept, sides = list[Pair](), []
     for pair in given:
         both = [encode_answer(loaded.tokenizer, pair.prompt, text) for text in (pair.chosen, pair.rejected)]

@@ -45,6 +45,7 @@ NOISY = "noisy"
 ROWS: Mapping[str, Mapping[str, object]] = {
     ONE: {},
     "mix": {},
+    "mix_left": {"pairs.truncate": "left"},
     "mix_odin": {"reward_model.length.method": "odin"},
     "mix_balanced": {"reward_model.length.method": "balanced"},
     "mix_post_hoc": {"reward_model.length.method": "post_hoc"},
@@ -125,7 +126,7 @@ def trained(
                 "pairs.heldout_fraction": 0.0,
                 "pairs.skip_bad": True,
                 "pairs.max_tokens": options.tokens,
-                "pairs.truncate": "left",
+                "pairs.truncate": "both",
                 "reward_model.pairs_per_step": 16,
                 "reward_model.micro_batch_size": 8,
                 "optimizer.learning_rate": 1e-4,
@@ -219,7 +220,7 @@ main = benchmark(
     row={"action": "append", "choices": list(ROWS), "help": "one ingredient; repeatable. All if left out"},
     left_out={"action": "append", "choices": list(SOURCES), "help": "one source to leave out; repeatable. All"},
     layers={"type": int, "default": 8, "metavar": "N", "help": "lowest layers that the reward model keeps"},
-    tokens={"type": int, "default": 384, "metavar": "N", "help": "limit of a dialogue, which loses its beginning"},
+    tokens={"type": int, "default": 384, "metavar": "N", "help": "limit of a dialogue; see pairs.truncate"},
     pairs={"type": int, "default": 4000, "metavar": "N", "help": "pairs of each source at most"},
 )
 

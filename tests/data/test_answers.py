@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.base.config.sections import ModelSection
+from tunesmith.base.config.sections import ModelSection, Truncate
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.seeds import derive, permutation
 from tunesmith.base.schema.records import Judgement, Pair, Prompt, Ranking
@@ -13,7 +13,6 @@ from tunesmith.collect.data.answers import (
     AnswerLabel,
     AnswerPair,
     AnswerTable,
-    TokenLimit,
     collate_answers,
     encode_answer,
     encode_labels,
@@ -21,7 +20,7 @@ from tunesmith.collect.data.answers import (
     fitting,
     with_mismatched,
 )
-from tunesmith.collect.data.collate import encode_preferences, truncate_left
+from tunesmith.collect.data.collate import TokenLimit, encode_preferences, truncated
 from tunesmith.collect.data.rows import BadRows, RowError
 from tunesmith.engine.models.load import load_policy
 from tunesmith.engine.models.tiny import byte_tokenizer
@@ -117,19 +116,20 @@ PAIR = Pair(Prompt("0", "abcdefgh"), "12345", "67")
 RANKING = Ranking(Prompt("0", "abcdef"), ("1", "234", "56"), (1, 2, 3))
 
 
+@pytest.mark.parametrize("truncate", ["left", "both"])
 @pytest.mark.parametrize(("item", "max_tokens"), [(PAIR, 9), (RANKING, 6), (PAIR, 100)])
 def test_what_is_too_long_is_cut_as_a_reward_model_s_trainer_cuts_it(
-    tokenizer: PreTrainedTokenizerBase, item: Pair | Ranking, max_tokens: int
+    tokenizer: PreTrainedTokenizerBase, item: Pair | Ranking, max_tokens: int, truncate: Truncate
 ) -> None:
     table, bad = AnswerTable(), BadRows()
     bad.opened("pairs", 1)
-    pairs = encode_pairs([item], tokenizer, TokenLimit(max_tokens, truncates=True), table, bad)
-    (encoded,) = encode_preferences([item], tokenizer, max_tokens, truncates=True)
+    pairs = encode_pairs([item], tokenizer, TokenLimit(max_tokens, truncate), table, bad)
+    (encoded,) = encode_preferences([item], tokenizer, max_tokens, truncate=truncate)
     found = {(*answer.prompt_ids, *answer.completion_ids) for answer in table.answers}
     assert found == set(encoded.sequences)
     assert len({answer.prompt_ids for answer in table.answers}) == 1  # computed once
     assert len(pairs) == (3 if isinstance(item, Ranking) else 1)
-    labels = encode_labels([item], tokenizer, TokenLimit(max_tokens, truncates=True), table, bad)
+    labels = encode_labels([item], tokenizer, TokenLimit(max_tokens, truncate), table, bad)
     assert {label.answer for label in labels} == set(range(len(table.answers)))  # the same answers
 
 
@@ -144,13 +144,27 @@ def test_a_cut_leaves_completions_whole_and_a_token_of_their_prompt(
     names = ["completion"] * len(answers)
     if max(map(len, completions)) >= max_tokens:
         with pytest.raises(RowError, match=r"too long: .* tokens without its prompt, of which one must be left"):
-            fitting(answers, names, TokenLimit(max_tokens, truncates=True))
+            fitting(answers, names, TokenLimit(max_tokens, "left"))
         return
-    cut = fitting(answers, names, TokenLimit(max_tokens, truncates=True))
+    cut = fitting(answers, names, TokenLimit(max_tokens, "left"))
     assert [answer.completion_ids for answer in cut] == completions
     assert all(answer.prompt_ids and prompt[-len(answer.prompt_ids) :] == answer.prompt_ids for answer in cut)
     sequences = tuple((*answer.prompt_ids, *answer.completion_ids) for answer in cut)
-    assert sequences == truncate_left([prompt + completion for completion in completions], max_tokens)
+    assert sequences == truncated([prompt + one for one in completions], TokenLimit(max_tokens, "left"))
+
+
+@given(st.lists(IDS, min_size=1, max_size=4), IDS, st.integers(2, 16))
+def test_cut_at_both_ends_completions_keep_their_beginnings_and_the_prompt_its_end(
+    completions: list[tuple[int, ...]], prompt: tuple[int, ...], max_tokens: int
+) -> None:
+    answers = [Answer(prompt, completion, (range(1, len(completion)),)) for completion in completions]
+    cut = fitting(answers, ["completion"] * len(answers), TokenLimit(max_tokens, "both"))
+    (kept,) = {answer.prompt_ids for answer in cut}
+    assert prompt[-len(kept) :] == kept
+    assert len(kept) == min(len(prompt), max(max_tokens - max_tokens // 2, max_tokens - max(map(len, completions))))
+    for answer, completion in zip(cut, completions, strict=True):
+        assert answer.completion_ids == completion[: max_tokens - len(kept)]
+        assert sum(map(len, answer.between)) == len(answer.completion_ids) - 1
 
 
 def test_a_batch_holds_each_answer_once_with_those_of_a_prompt_side_by_side() -> None:

@@ -7,12 +7,13 @@ from tunesmith.base.core.errors import DataError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.collect.data.collate import (
     EncodedPreference,
+    TokenLimit,
     collate_pairs,
     encode_preferences,
     measure_prompts,
     pad_right,
     prefix_prompts,
-    truncate_left,
+    truncated,
 )
 from tunesmith.collect.data.pairs import load_preferences
 from tunesmith.collect.data.prompts import load_prompts
@@ -128,8 +129,8 @@ def test_special_tokens_in_front_do_not_count_as_text():
 
 def test_a_pair_that_is_too_long_loses_the_beginning_of_its_prompt_on_both_sides_alike():
     pairs = load_preferences([{"prompt": "abcdefgh", "chosen": "12345", "rejected": "67"}])
-    (whole,) = encode_preferences(pairs, TOKENIZER, 100, truncates=True)
-    (cut,) = encode_preferences(pairs, TOKENIZER, 9, truncates=True)
+    (whole,) = encode_preferences(pairs, TOKENIZER, 100, truncate="left")
+    (cut,) = encode_preferences(pairs, TOKENIZER, 9, truncate="left")
     assert whole.sequences == encode_preferences(pairs, TOKENIZER, 100)[0].sequences
     assert [decode(TOKENIZER, ids) for ids in cut.sequences] == ["fgh12345", "fgh67"]
     assert all(ids[-1] == EOS_ID for ids in cut.sequences)
@@ -137,13 +138,29 @@ def test_a_pair_that_is_too_long_loses_the_beginning_of_its_prompt_on_both_sides
 
 def test_an_answer_longer_than_the_limit_loses_its_own_beginning_and_the_other_stays_whole():
     pairs = load_preferences([{"prompt": "ab", "chosen": "123456789", "rejected": "z"}])
-    (cut,) = encode_preferences(pairs, TOKENIZER, 4, truncates=True)
+    (cut,) = encode_preferences(pairs, TOKENIZER, 4, truncate="left")
     assert [decode(TOKENIZER, ids) for ids in cut.sequences] == ["789", "z"]
+
+
+def test_cut_at_both_ends_a_prompt_loses_its_beginning_and_answers_their_ends():
+    pairs = load_preferences([{"prompt": "abcdefgh", "chosen": "123456789", "rejected": "67"}])
+    cuts = [encode_preferences(pairs, TOKENIZER, most, truncate="both")[0] for most in (100, 16, 9)]
+    assert cuts[0].sequences == encode_preferences(pairs, TOKENIZER, 100)[0].sequences
+    said = [[decode(TOKENIZER, ids) for ids in cut.sequences] for cut in cuts[1:]]
+    assert said == [["abcdefgh12345678", "abcdefgh67"], ["defgh1234", "defgh67"]]  # half of the limit, rounded up
+    assert [cut.answer_lengths for cut in cuts] == [(10, 3), (8, 3), (4, 3)]
+
+
+def test_cut_at_both_ends_a_long_prompt_alone_pays_for_answers_that_fit():
+    pairs = load_preferences([{"prompt": "abcdefgh", "chosen": "123", "rejected": "67"}])
+    (both,), (left,) = (encode_preferences(pairs, TOKENIZER, 10, truncate=how) for how in ("both", "left"))
+    assert [decode(TOKENIZER, ids) for ids in both.sequences] == ["cdefgh123", "cdefgh67"]
+    assert both == left and both.answer_lengths == (4, 3)
 
 
 def test_completions_of_a_ranking_are_cut_together():
     rows = [{"prompt": "abcdef", "completions": ["1", "234", "56"], "ranks": [1, 2, 3]}]
-    (cut,) = encode_preferences(load_preferences(rows), TOKENIZER, 6, truncates=True)
+    (cut,) = encode_preferences(load_preferences(rows), TOKENIZER, 6, truncate="left")
     assert [decode(TOKENIZER, ids) for ids in cut.sequences] == ["ef1", "ef234", "ef56"]
 
 
@@ -153,8 +170,22 @@ IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
 @given(st.lists(IDS, min_size=2, max_size=4), st.lists(st.integers(0, 2), max_size=8).map(tuple), st.integers(1, 10))
 def test_cut_sequences_are_ends_within_the_limit_and_what_fits_is_kept(tails, prompt, limit):
     sequences = [prompt + tail for tail in tails]
-    cut = truncate_left(sequences, limit)
+    cut = truncated(sequences, TokenLimit(limit, "left"))
     assert all(ids == whole[len(whole) - len(ids) :] for ids, whole in zip(cut, sequences, strict=True))
     assert max(map(len, cut)) == min(limit, max(map(len, sequences)))
     if len(prompt) >= max(map(len, sequences)) - limit:  # the prompt alone pays
         assert len({len(whole) - len(ids) for ids, whole in zip(cut, sequences, strict=True)}) == 1
+
+
+@given(st.lists(IDS, min_size=2, max_size=4), st.lists(st.integers(0, 2), max_size=8).map(tuple), st.integers(2, 10))
+def test_sequences_cut_at_both_ends_keep_half_of_the_limit_before_their_first_difference(tails, prompt, limit):
+    sequences = [prompt + tail for tail in tails]
+    cut = truncated(sequences, TokenLimit(limit, "both"))
+    columns = enumerate(zip(*sequences, strict=False))
+    num_common = next((place for place, ids in columns if len(set(ids)) > 1), min(map(len, sequences)))
+    num_kept = min(num_common, max(limit - limit // 2, limit - (max(map(len, sequences)) - num_common)))
+    assert all(ids == whole[num_common - num_kept :][:limit] for ids, whole in zip(cut, sequences, strict=True))
+    assert max(map(len, cut)) <= limit
+    assert len(set(cut)) > 1 or len(set(sequences)) == 1, "what differs first stays"
+    if max(map(len, sequences)) <= limit:
+        assert cut == tuple(sequences)

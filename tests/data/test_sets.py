@@ -104,7 +104,7 @@ def test_direct_losses_take_what_is_too_long_or_cut_its_prompt(loss: str):
     rows = [{"prompt": f"{n:02d}" + "x" * 60, "chosen": "yes", "rejected": "no"} for n in range(4)]
     settings = DPOSection.model_validate({"loss": loss})
     section = PairsSection(max_tokens=20, heldout_fraction=0.5)
-    with pytest.raises(DataError, match=r"4 bad rows of 4 .*(?s:.*)or set `pairs\.truncate: left`"):
+    with pytest.raises(DataError, match=r"4 bad rows of 4 .*(?s:.*)or set `pairs\.truncate` to left or both"):
         direct_sets(section, TOKENIZER, settings, 0, rows)
     data = direct_sets(section.model_copy(update={"truncate": "left"}), TOKENIZER, settings, 0, rows)
     assert max(len(answer.prompt_ids) + len(answer.completion_ids) for answer in data.answers) == 20

@@ -11,7 +11,8 @@ from trl.data_utils import maybe_apply_chat_template
 
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.schema.records import Pair, Prompt
-from tunesmith.collect.data.answers import AnswerTable, TokenLimit, encode_pairs
+from tunesmith.collect.data.answers import AnswerTable, encode_pairs
+from tunesmith.collect.data.collate import TokenLimit
 from tunesmith.collect.data.demonstrations import load_demonstrations
 from tunesmith.collect.data.pairs import load_judgements, load_preferences
 from tunesmith.collect.data.prompts import load_prompts

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from tunesmith.base.config.sections import ModelSection
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.schema.records import Demonstration, Message, Pair, Prompt, Ranking, Text
-from tunesmith.collect.data.answers import AnswerTable, TokenLimit, encode_labels, encode_pairs
-from tunesmith.collect.data.collate import encode_preferences
+from tunesmith.collect.data.answers import AnswerTable, encode_labels, encode_pairs
+from tunesmith.collect.data.collate import TokenLimit, encode_preferences
 from tunesmith.collect.data.rows import BadRows
 from tunesmith.collect.store.records import Candidate, StoredVote
 from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams

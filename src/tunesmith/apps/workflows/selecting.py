@@ -12,8 +12,8 @@ import torch
 from tunesmith.base.config.algorithms.live import LiveSelectionSection
 from tunesmith.base.core.errors import DataError, InputError, ModelError
 from tunesmith.base.schema.records import Prompt
-from tunesmith.collect.data.answers import Answer, TokenLimit, encode_answer, fitting
-from tunesmith.collect.data.collate import truncate_left
+from tunesmith.collect.data.answers import Answer, encode_answer, fitting
+from tunesmith.collect.data.collate import TokenLimit, truncated
 from tunesmith.collect.store.asking import AskedItem, WaitingItem
 from tunesmith.collect.store.inbox import Chore
 from tunesmith.collect.store.records import StoredVote
@@ -90,7 +90,7 @@ class FromHeads:
 
     def _encoded(self, pair: WaitingItem, limit: int) -> tuple[tuple[int, ...], ...]:
         prompt = Prompt(str(pair.id), pair.prompt)
-        return truncate_left([self.model.encode(prompt, text) for text in pair.answers], limit)
+        return truncated([self.model.encode(prompt, text) for text in pair.answers], TokenLimit(limit, "left"))
 
 
 class FromVotes:
@@ -118,7 +118,7 @@ class FromVotes:
     def _encoded(self, pair: WaitingItem) -> list[Answer]:
         prompt = Prompt(str(pair.id), pair.prompt)
         answers = [encode_answer(self.tokenizer, prompt, text) for text in pair.answers]
-        return fitting(answers, ["answer"] * len(answers), TokenLimit(self.limit, truncates=True))
+        return fitting(answers, ["answer"] * len(answers), TokenLimit(self.limit, "left"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,7 @@ class ModelSection(Section):
         return self
 
 
+Truncate = Literal["none", "left", "both"]
 Schedule = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 
 
@@ -231,8 +232,9 @@ class PairsSection(DataSection):
     """Train on a ranking of K completions as K(K-1)/2 pairs, or on the likelihood of its order (Plackett-Luce)."""
     max_tokens: PositiveInt = 1024
     """Limit of prompt plus completion; see `truncate`."""
-    truncate: Literal["none", "left"] = "none"
-    """A row that is too long is bad, or loses its beginning, the same tokens on both sides."""
+    truncate: Truncate = "none"
+    """A row that is too long is bad (`none`), or loses its beginning, the same tokens on both sides (`left`), or the
+    beginning of its prompt and the ends of long completions, half of the limit staying for each (`both`)."""
     raters: Literal["equal", "estimated"] = "equal"
     """Votes count the same whoever gave them, or by what the rows to train on say of their raters (columns `rater` and
     `chosen_side`): little if a rater is careless or takes one side, the other way if they have the answers mixed up."""

@@ -12,7 +12,7 @@ import torch
 
 from tunesmith.base.core.seeds import derive, permutation
 from tunesmith.base.schema.records import Judgement, Pair, Prompt, Ranking, Text, every_two
-from tunesmith.collect.data.collate import TokenIds, encode_sides, pad_right, too_long
+from tunesmith.collect.data.collate import TokenIds, TokenLimit, encode_sides, pad_right, too_long
 from tunesmith.collect.data.pairs import pairs_of, with_shared_opening
 from tunesmith.collect.data.rows import BadRows, RowError, usable
 from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, encode_completed
@@ -29,6 +29,11 @@ class Answer:
     prompt_ids: TokenIds
     completion_ids: TokenIds
     between: tuple[range, ...] = ()
+
+    def begun(self, num_tokens: int) -> "Answer":
+        """The answer with the first `num_tokens` tokens of its completion."""
+        between = (range(one.start, min(one.stop, num_tokens)) for one in self.between if one.start < num_tokens)
+        return Answer(self.prompt_ids, self.completion_ids[:num_tokens], tuple(between))
 
     @property
     def num_said(self) -> int:
@@ -118,14 +123,6 @@ def in_order(answers: Sequence[Answer], places: Iterable[int]) -> list[int]:
     return sorted(set(places), key=lambda place: (answers[place].prompt_ids, place))
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLimit:
-    """Tokens that a prompt and a completion may have together; with `truncates` a longer prompt loses its beginning."""
-
-    max_tokens: int
-    truncates: bool = False
-
-
 def encode_pairs(
     items: Sequence[Pair | Ranking],
     tokenizer: PreTrainedTokenizerBase,
@@ -205,9 +202,7 @@ def with_mismatched(
         following = (circle[(position + step) % len(circle)] for step in range(1, len(circle)))
         other = next((answer for answer in following if answer.prompt_ids != prompt_ids), None)
         if other is not None:
-            num = max_tokens - len(prompt_ids)
-            between = (range(part.start, min(part.stop, num)) for part in other.between if part.start < num)
-            mixed = Answer(prompt_ids, other.completion_ids[:num], tuple(between))
+            mixed = replace(other.begun(max_tokens - len(prompt_ids)), prompt_ids=prompt_ids)
             found[index] = replace(labels[index], mismatched=table.place(mixed))
     return found
 
@@ -224,25 +219,27 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion
 def fitting(answers: Sequence[Answer], names: Sequence[str], limit: TokenLimit) -> list[Answer]:
     """The answers, which have one prompt, each within `limit`.
 
-    If it truncates, all lose the same number of tokens from the beginning of the prompt, so that it stays shared, as in
-    `collate.truncate_left`. One token of it stays: the first token of a completion is predicted from something. Raises
-    RowError, with the name of the answer, for what is too long all the same.
+    All lose the same number of tokens from the beginning of the prompt, so that it stays shared, and with `both` also
+    from their ends, as in `collate.truncated`. One token of the prompt stays: the first token of a completion is
+    predicted from something. Raises RowError, with the name of the answer, for what is too long all the same.
     """
-    num_cut = 0
-    if limit.truncates and answers:
-        longest = max(len(one.prompt_ids) + len(one.completion_ids) for one in answers)
-        num_cut = max(0, min(longest - limit.max_tokens, len(answers[0].prompt_ids) - 1))
-    cut = [replace(one, prompt_ids=one.prompt_ids[num_cut:]) for one in answers]
-    for answer, name in zip(cut, names, strict=True):
-        num_completion = len(answer.completion_ids)
-        num_tokens = len(answer.prompt_ids) + num_completion
-        if num_tokens > limit.max_tokens and limit.truncates:
+    longest = max((len(one.completion_ids) for one in answers), default=0)
+    cut: list[Answer] = []
+    for answer, name in zip(answers, names, strict=True):
+        kept = max(1, limit.kept_of_prompt(len(answer.prompt_ids), longest))
+        one = replace(answer, prompt_ids=answer.prompt_ids[-kept:])
+        if limit.truncate == "both":
+            one = one.begun(max(1, limit.max_tokens - kept))
+        num_completion = len(one.completion_ids)
+        num_tokens = len(one.prompt_ids) + num_completion
+        if num_tokens > limit.max_tokens and limit.truncate != "none":
             raise RowError(
                 f"too long: `{name}` has {num_completion} tokens without its prompt, of which one must be left, and "
                 f"the limit is {limit.max_tokens} (`pairs.max_tokens`, or the model's context if that is less); "
-                "shorten the row",
+                "shorten the row, or set `pairs.truncate: both`",
                 "too long",
             )
         if num_tokens > limit.max_tokens:
             raise too_long(name, num_tokens, limit.max_tokens)
+        cut.append(one)
     return cut

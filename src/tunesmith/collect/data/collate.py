@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from tunesmith.base.config.sections import Truncate
 from tunesmith.base.core import seeds
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.schema.records import Pair, Prompt, Ranking, Text, every_two
@@ -181,24 +182,41 @@ def as_pairs(items: Iterable[EncodedPreference]) -> list[EncodedPreference]:
     return [pair for item in items for pair in item.pairs()]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """Tokens that a prompt and an answer may have together, and what is cut of those that have more."""
+
+    max_tokens: int
+    truncate: Truncate = "none"
+
+    def kept_of_prompt(self, num_prompt: int, num_answer: int) -> int:
+        """How many tokens of a prompt's end stay beside a longest answer of `num_answer` tokens: as many as that leaves
+        if the prompt is cut, and at least half of the limit if answers are too.
+        """
+        if self.truncate == "none":
+            return num_prompt
+        least = self.max_tokens - self.max_tokens // 2 if self.truncate == "both" else 0
+        return min(num_prompt, max(least, self.max_tokens - num_answer))
+
+
 def encode_preferences(
     items: Sequence[Pair | Ranking],
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     bad: BadRows | None = None,
     *,
-    truncates: bool = False,
+    truncate: Truncate = "none",
     encode: EncodePair | None = None,
 ) -> list[EncodedPreference]:
     """The items as token ids, in order, by `encode` if it is given.
 
-    One with a side of more than `max_tokens` is bad (see `rows.usable`), or with `truncates` is cut by `truncate_left`.
+    One with a side of more than `max_tokens` is bad (see `rows.usable`), or `truncated`.
     Raises ModelError for messages without a chat template.
     """
-    encode_pair = encode or partial(encode_pair_side, tokenizer)
+    encode_pair, limit = encode or partial(encode_pair_side, tokenizer), TokenLimit(max_tokens, truncate)
 
     def within(sequences: Sequence[TokenIds], names: Sequence[str]) -> Sequence[TokenIds]:
-        cut = truncate_left(sequences, max_tokens) if truncates else sequences
+        cut = truncated(sequences, limit)
         for name, ids in zip(names, cut, strict=True):
             if len(ids) > max_tokens:
                 raise too_long(name, len(ids), max_tokens)
@@ -213,8 +231,11 @@ def encode_preferences(
 
         sequences, ranks = encode_sides(item, encode_side, within)
         margin, weight = (item.margin, item.weight) if isinstance(item, Pair) else (None, 1.0)
-        lengths = completion_lengths(tokenizer, item.prompt, whole)
-        lengths = tuple(min(length, len(ids)) for length, ids in zip(lengths, sequences, strict=True))
+        num_cut, lengths = num_cut_of_prompt(whole, limit), completion_lengths(tokenizer, item.prompt, whole)
+        lengths = tuple(
+            min(length, len(left) - max(0, len(ids) - length - num_cut))
+            for length, ids, left in zip(lengths, whole, sequences, strict=True)
+        )
         return EncodedPreference(item.prompt.id, tuple(sequences), ranks, margin, weight, lengths)
 
     return usable(items, encode_item, bad, "pairs")
@@ -252,8 +273,8 @@ def encode_sides(
     ):
         if one == other and place != other_place:
             raise RowError(
-                f"`{name}` and `{other_name}` are the same to the model, because the chat template or the tokenizer "
-                "drops what differs; remove the row, or change the template",
+                f"`{name}` and `{other_name}` are the same to the model, because the chat template, the tokenizer or "
+                "`pairs.truncate` drops what differs; remove the row, or change that",
                 "same completions",
             )
     return sides, ranks
@@ -263,26 +284,36 @@ def too_long(name: str, num_tokens: int, max_tokens: int) -> RowError:
     """The error of a completion, with its name, that is too long together with its prompt."""
     return RowError(
         f"too long: prompt and `{name}` have {num_tokens} tokens, the limit is {max_tokens} (`pairs.max_tokens`, or "
-        "the model's context if that is less); shorten the row, or set `pairs.truncate: left`",
+        "the model's context if that is less); shorten the row, or set `pairs.truncate` to left or both",
         "too long",
     )
 
 
-def truncate_left(sequences: Sequence[TokenIds], max_tokens: int) -> tuple[TokenIds, ...]:
-    """The sequences, which begin with one prompt, cut to their last `max_tokens` ids.
+def truncated(sequences: Sequence[TokenIds], limit: TokenLimit) -> tuple[TokenIds, ...]:
+    """The sequences, which begin with one prompt, cut as `limit` says.
 
-    All lose the same number of ids, as long as these belong to what they have in common: the prompt stays shared. An
-    answer that is too long by itself loses its own beginning.
+    All lose the same number of ids of the prompt, so that it stays shared. An answer that is too long all the same
+    loses its own beginning (`left`) or its end (`both`).
 
-    >>> truncate_left([(1, 2, 3, 4), (1, 2, 5)], 3)
+    >>> truncated([(1, 2, 3, 4), (1, 2, 5)], TokenLimit(3, "left"))
     ((2, 3, 4), (2, 5))
+    >>> truncated([(1, 2, 3, 4, 5, 6), (1, 2, 3, 7)], TokenLimit(4, "both"))
+    ((2, 3, 4, 5), (2, 3, 7))
     """
+    if limit.truncate == "none":
+        return tuple(sequences)
+    num_cut = num_cut_of_prompt(sequences, limit)
+    part = slice(-limit.max_tokens, None) if limit.truncate == "left" else slice(limit.max_tokens)
+    return tuple(ids[num_cut:][part] for ids in sequences)
+
+
+def num_cut_of_prompt(sequences: Sequence[TokenIds], limit: TokenLimit) -> int:
+    """How many ids `truncated` removes from the beginning that all sequences have in common."""
     num_common = next(
         (place for place, ids in enumerate(zip(*sequences, strict=False)) if len(set(ids)) > 1),
         min(map(len, sequences)),
     )
-    num_cut = max(0, min(num_common, max(map(len, sequences)) - max_tokens))
-    return tuple(ids[num_cut:][-max_tokens:] for ids in sequences)
+    return num_common - limit.kept_of_prompt(num_common, max(map(len, sequences)) - num_common)
 
 
 @dataclass(frozen=True, slots=True)

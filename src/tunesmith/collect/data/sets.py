@@ -21,7 +21,6 @@ from tunesmith.collect.data.answers import (
     AnswerLabel,
     AnswerPair,
     AnswerTable,
-    TokenLimit,
     encode_labels,
     encode_pairs,
     with_mismatched,
@@ -30,6 +29,7 @@ from tunesmith.collect.data.collate import (
     EncodedPreference,
     EncodePair,
     MeasuredPrompt,
+    TokenLimit,
     as_pairs,
     encode_preferences,
     measure_prompts,
@@ -337,7 +337,7 @@ def preference_sets(
     limit, is_listwise = _limit(section.max_tokens, max_length), section.rankings == "plackett_luce"
 
     def encoded_rows(rows: list[Pair | Ranking], bad: BadRows) -> list[EncodedPreference]:
-        return encode_preferences(rows, tokenizer, limit, bad, truncates=section.truncate == "left", encode=encode)
+        return encode_preferences(rows, tokenizer, limit, bad, truncate=section.truncate, encode=encode)
 
     def load(source: str | Sequence[PreferenceLike], bad: BadRows) -> list[Pair | Ranking]:
         return load_preferences(source, section, bad)
@@ -392,7 +392,7 @@ def direct_sets(
     The loss `kto` takes labelled completions as well as pairs, all others take pairs; ties are left out where
     `settings` drop them. Arguments and errors as in `preference_sets`.
     """
-    table, limit = AnswerTable(), TokenLimit(_limit(section.max_tokens, max_length), section.truncate == "left")
+    table, limit = AnswerTable(), TokenLimit(_limit(section.max_tokens, max_length), section.truncate)
 
     def encode(items: list[Judgement | Pair | Ranking], bad: BadRows) -> Sequence[Unit]:
         if settings.loss == "kto":

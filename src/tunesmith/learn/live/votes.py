@@ -9,7 +9,8 @@ from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import derive, permutation
 from tunesmith.base.schema.records import Pair, Prompt, Text
-from tunesmith.collect.data.answers import Answer, TokenLimit, encode_answer, fitting
+from tunesmith.collect.data.answers import Answer, encode_answer, fitting
+from tunesmith.collect.data.collate import TokenLimit
 from tunesmith.collect.data.contexts import with_context
 from tunesmith.collect.store.records import EDITED, Candidate, StoredVote
 from tunesmith.engine.models.tokenizer import PreTrainedTokenizerBase, encode_prompt
