@@ -1,13 +1,17 @@
 """Weights by which the longer answer wins as often as it loses."""
 
 import logging
+import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
-from tunesmith.collect.data.balance import balanced
+from tunesmith.collect.data.balance import balanced, beside_length
 from tunesmith.collect.data.collate import EncodedPreference
+from tunesmith.learn.evaluation.tfidf import fit_logistic
 
 
 def pair(name: str, better: int, worse: int, *, tie: bool = False) -> EncodedPreference:
@@ -59,3 +63,29 @@ def test_answers_of_one_length_are_said_to_need_no_balance(caplog: pytest.LogCap
     pairs = [pair(f"{i}", 4 + i, 4 + i) for i in range(30)]
     assert balanced(pairs, lambda _: "") == pairs
     assert "equally long, so that nothing is to be balanced" in caplog.text
+
+
+def test_margins_are_what_logistic_regression_on_the_ratio_of_lengths_says_of_each_source() -> None:
+    draw = random.Random(1)
+    pairs = [pair(f"hh/{i}", draw.randint(2, 60) + 10 * (i % 2), draw.randint(2, 60)) for i in range(300)]
+    pairs += [pair(f"rmb/{i}", draw.randint(2, 40), draw.randint(2, 60)) for i in range(200)]
+    pairs = [replace(one, weight=draw.choice((0.5, 1.0, 2.0))) for one in pairs]
+    pairs += [pair("hh/tie", 60, 4, tie=True)]
+    found = beside_length(pairs, source_of)
+    assert [replace(one, margin=None) for one in found] == pairs
+    for name, sign in (("hh", 1), ("rmb", -1)):
+        own = [one for one in found if source_of(one) == name and not one.is_tie]
+        lengths = [one.answer_lengths for one in own]
+        ratio_N = torch.tensor([math.log(better / worse) for better, worse in lengths]).double()
+        weight_N = torch.tensor([one.weight for one in own]).double()
+        slope = fit_logistic(ratio_N[:, None], torch.ones(len(own)).double(), weight_N=weight_N)[0]
+        assert slope * sign > 0
+        assert [one.margin for one in own] == pytest.approx((-slope * ratio_N).tolist(), abs=1e-6)
+    assert found[-1].margin == 0
+
+
+def test_one_sided_lengths_have_a_slope_and_own_margins_are_added() -> None:
+    pairs = [replace(pair(f"{i}", 200 + i, 3), margin=0.5) for i in range(50)]
+    alone, added = (beside_length(pairs, lambda _: "", keeps_margins=keeps) for keeps in (False, True))
+    assert all(-20 < one.margin < -5 for one in alone if one.margin is not None)
+    assert [b.margin - a.margin for a, b in zip(alone, added, strict=True)] == pytest.approx([0.5] * 50)  # type: ignore[operator]

@@ -35,15 +35,15 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipes(folder: Path, heads: Path) -> dict[str, tuple[Recipe, Inputs]]:
     several = {"heads": {"count": 3}, "micro_batch_size": 3, "committee": {"confidence": 0.501, "after": 0.3}}
-    odin = {"heads": {"count": 3}, "length": {"method": "odin"}, "average_from": 0.4, "label_smoothing": 0.1}
-    post_hoc = {"heads": {"count": 3}, "length": {"method": "post_hoc"}}
+    expert = {"heads": {"count": 3}, "length": "expert", "average_from": 0.4, "label_smoothing": 0.1}
+    post_hoc = {"heads": {"count": 3}, "length": "post_hoc"}
     careful = [{"source": str(heads), "pessimism": 1.5}]
     worst = [{"source": str(heads), "pessimism": "worst"}]
     ppo = {"kl": {"coef": 0.1, "target": 1.0, "horizon": 50}, "whiten_rewards": True}
     preferred, drawn = Inputs(pairs=pairs()), Inputs(prompts=PROMPTS)
     return {
         "committee": (reward_recipe(folder, run=RUN, pairs=HELDOUT, reward_model=several), preferred),
-        "odin": (reward_recipe(folder, run=RUN, pairs=HELDOUT, reward_model=odin), preferred),
+        "expert": (reward_recipe(folder, run=RUN, pairs=HELDOUT, reward_model=expert), preferred),
         "post_hoc": (reward_recipe(folder, run=RUN, pairs=HELDOUT, reward_model=post_hoc), preferred),
         "ppo": (ppo_recipe(folder, run=RUN, prompts=HELDOUT, ppo=ppo, reward=careful), drawn),
         "grpo": (grpo_recipe(folder, run=RUN, prompts=HELDOUT, reward=worst), drawn),
@@ -83,7 +83,7 @@ def in_a_process(*arguments: object) -> int | None:
 
 
 @pytest.mark.parametrize(
-    "name", ["odin", "grpo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("committee", "ppo"))]
+    "name", ["expert", "grpo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("committee", "ppo"))]
 )
 def test_a_killed_run_of_two_ranks_goes_on_to_the_same_bits(name: str, heads: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

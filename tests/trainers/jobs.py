@@ -58,12 +58,12 @@ def train(
     keys = dict(lora or {})
     model = {"name": BASE, "dtype": dtype, "base": keys.pop("base", "model"), "lora": keys}
     heldout = {"heldout_fraction": 0.3}
-    if trainer in ("reward", "heads", "odin", "post_hoc"):
+    if trainer in ("reward", "heads", "expert", "post_hoc"):
         several: dict[str, object] = {"heads": {"count": 3 if trainer in ("heads", "post_hoc") else 1}}
-        if trainer == "odin":
-            several |= {"length": {"method": "odin"}, "average_from": 0.4}
+        if trainer == "expert":
+            several |= {"length": "expert", "average_from": 0.4}
         if trainer == "post_hoc":
-            several |= {"length": {"method": "post_hoc"}, "average_from": 0.4}
+            several |= {"length": "post_hoc", "average_from": 0.4}
         cfg = reward_recipe(folder, model=model, run=section, pairs=heldout, reward_model=several)
         return training(cfg, pairs=pairs()).run_dir
     if trainer == "sft":

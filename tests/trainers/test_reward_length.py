@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from tunesmith.base.config.load import load_recipe
 from tunesmith.base.core.errors import ConfigError
 from tunesmith.base.schema.records import Pair, Prompt
+from tunesmith.collect.data.collate import collate_pairs
 from tunesmith.learn.trainers.averaging import TailAverage
 
 
@@ -20,37 +21,50 @@ def weights_of(state: Started) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in state.model.model.parameters()])
 
 
-def test_odin_trains_a_second_head_that_follows_length_and_is_not_saved(tmp_path: Path) -> None:
-    section = {"length": {"method": "odin"}, "num_epochs": 6}
-    result = training(reward_recipe(tmp_path, reward_model=section, pairs={"heldout_fraction": 0.25}), pairs=pairs())
-    last = result.metrics[-1]
-    assert last["length/head"] > 0.5
-    assert {"length/quality", "length/product"} <= last.keys()
-    plain = AutoModelForSequenceClassification.from_pretrained(result.run_dir / "final", dtype=torch.float32)
-    assert plain.config.num_labels == 1 and not any("length" in name for name in plain.state_dict())
-
-
 @pytest.mark.parametrize("heads", [1, 3])
-def test_micro_batches_of_odin_add_up_by_their_pairs(tmp_path: Path, heads: int) -> None:
-    section = {"length": {"method": "odin"}, "heads": {"count": heads}}
-    state = Started(reward_recipe(tmp_path, reward_model=section), pairs=pairs())
+def test_the_loss_of_an_expert_is_that_of_the_reward_and_of_length_together(tmp_path: Path, heads: int) -> None:
+    rows = [Pair(Prompt(f"p{i}", f"p{i}"), "yes" * (3 if i % 3 else 1), "no no") for i in range(40)]
+    section = (
+        {"length": "expert", "heads": {"count": heads, "bootstrap": "none"}} if heads > 1 else {"length": "expert"}
+    )
+    states = [
+        Started(reward_recipe(tmp_path, reward_model=one, pairs={"heldout_fraction": 0.0}), pairs=rows)
+        for one in (section, {**section, "length": "none"})
+    ]
+    for state in states:
+        with torch.no_grad():
+            torch.nn.init.normal_(state.model.model.score.weight, generator=torch.Generator().manual_seed(0))
+    some, plain = (state.data.train for state in states)
+    assert [one.sequences for one in some] == [one.sequences for one in plain]
+    assert all(one.margin * math.log(one.answer_lengths[0] / one.answer_lengths[1]) < 0 for one in some), "longer wins"
+    loss, _ = states[0].learner.micro_batch_loss(some, len(some), trains=True)
+    batch = collate_pairs(some, 0)
     with torch.no_grad():
-        torch.nn.init.normal_(state.model.model.score.weight)
-        torch.nn.init.normal_(state.model.length_head.weight)
-    some = state.data.train[:8]
-    parts = [state.learner.micro_batch_loss(micro, 8, trains=True) for micro in (some[:3], some[3:])]
-    alone = [state.learner.micro_batch_loss(micro, len(micro), trains=True)[0] for micro in (some[:3], some[3:])]
-    torch.testing.assert_close(parts[0][0] + parts[1][0], 3 / 8 * alone[0] + 5 / 8 * alone[1])
-    both = (parts[0][1] + parts[1][1]).metrics()
-    own = [stats.metrics()["length/quality"] for _, stats in parts]
-    assert both["length/quality"] == pytest.approx(3 / 8 * own[0] + 5 / 8 * own[1])
-    evaluated = state.learner.micro_batch_loss(some, 8)[1].metrics()
-    assert "length/quality" not in evaluated, "only the quality head is judged"
+        reward_BK = states[0].model.heads(batch.ids_BT, batch.lengths_B)
+    difference_NK = reward_BK[batch.chosen_N] - reward_BK[batch.rejected_N]
+    said_N = -torch.tensor([one.margin for one in some])
+    torch.testing.assert_close(loss, torch.nn.functional.softplus(-(difference_NK + said_N[:, None])).mean())
+    evaluated = [state.learner.micro_batch_loss(some, len(some))[1].metrics() for state in states]
+    assert evaluated[0] == evaluated[1], "the reward alone is judged"
+
+
+def test_an_expert_keeps_margins_that_are_asked_for(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "chosen": "yes" * (1 + i % 3), "rejected": "no", "margin": i / 8} for i in range(8)]
+    train = {
+        how: Started(
+            reward_recipe(tmp_path, reward_model={"length": "expert", "margin": how}, pairs={"heldout_fraction": 0.0}),
+            pairs=rows,
+        ).data.train
+        for how in ("none", "column")
+    }
+    assert [a.margin - b.margin for a, b in zip(train["column"], train["none"], strict=True)] == pytest.approx(
+        [int(one.prompt_id) / 8 for one in train["none"]]
+    )
 
 
 def test_balanced_pairs_have_weights_and_smoothed_labels_another_loss(tmp_path: Path) -> None:
     rows = [Pair(Prompt(f"p{i}", f"p{i}"), "yes" * (3 if i % 3 else 1), "no no") for i in range(40)]
-    cfg = reward_recipe(tmp_path, reward_model={"length": {"method": "balanced"}}, pairs={"heldout_fraction": 0.0})
+    cfg = reward_recipe(tmp_path, reward_model={"length": "balanced"}, pairs={"heldout_fraction": 0.0})
     state = Started(cfg, pairs=rows)
     won = [one.weight for one in state.data.train if len(one.sequences[0]) > len(one.sequences[1])]
     assert sum(won) == pytest.approx(20)
@@ -106,31 +120,28 @@ def test_a_mean_begins_with_the_last_step_at_the_latest() -> None:
 
 
 @pytest.mark.parametrize("place", ["log/metrics:kill:9"])
-def test_a_killed_run_goes_on_with_the_same_length_head_and_mean(tmp_path: Path, place: str) -> None:
+def test_a_killed_run_goes_on_with_the_same_margins_and_mean(tmp_path: Path, place: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
-    assert forked(train, "odin", whole) == 0
-    assert forked(train, "odin", killed, fault=place) == -9
+    assert forked(train, "expert", whole) == 0
+    assert forked(train, "expert", killed, fault=place) == -9
     assert forked(go_on, the_run(killed)) == 0
     assert outcome(the_run(killed)) == outcome(the_run(whole))
 
 
 def test_settings_without_effect_or_meaning_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"length\.method is not odin"):
-        load_recipe("reward", overrides={"reward_model.length.coef": 0.5})
+    with pytest.raises(ConfigError, match=r"'balanced', 'expert' or 'post_hoc'"):
+        load_recipe("reward", overrides={"reward_model.length": "odin"})
     rows = [{"prompt": f"q{i}", "completions": ["a", "b", "c"]} for i in range(4)]
-    for section in ({"length": {"method": "odin"}}, {"length": {"method": "balanced"}}, {"label_smoothing": 0.1}):
+    for section in ({"length": "expert"}, {"length": "balanced"}, {"label_smoothing": 0.1}):
         with pytest.raises(ConfigError, match="needs pairs"):
             cfg = reward_recipe(tmp_path, reward_model=section, pairs={"rankings": "plackett_luce"})
             Started(cfg, pairs=rows)
 
 
-def test_answers_of_one_length_leave_the_length_head_without_a_task(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_answers_of_one_length_leave_an_expert_nothing_to_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": f"q{i}", "chosen": " aa", "rejected": " bb"} for i in range(6)]
-    cfg = reward_recipe(tmp_path, reward_model={"length": {"method": "odin"}}, run={"steps": 2})
-    result = training(cfg, pairs=rows)
-    assert "the length head has nothing to learn" in caplog.text
-    assert all(math.isfinite(value) for row in result.metrics for value in row.values())
+    state = Started(reward_recipe(tmp_path, reward_model={"length": "expert"}, run={"steps": 2}), pairs=rows)
+    assert "length says nothing of which is better" in caplog.text
+    assert all(one.margin == 0 for one in state.data.train)

@@ -21,7 +21,7 @@ from tunesmith.learn.evaluation.reward_sources import pairs_to_judge
 from tunesmith.learn.rewards.model import ModelReward
 from tunesmith.learn.rewards.outcome import samples_of
 
-POST_HOC = {"length": {"method": "post_hoc"}}
+POST_HOC = {"length": "post_hoc"}
 
 
 def longer_wins(count: int = 60) -> list[Pair]:

@@ -118,8 +118,6 @@ class RewardModel(nn.Module):
         self.pad_id: int | None = None if self.is_made_here else padding_id(model)
         """The padding token of a classifier that other tools trained, which they read before it, even where it is the
         end-of-sequence token; None for ours, which is read at the last token, found by length."""
-        self.length_head: ScalarHead | None = None
-        """Learns length beside the reward while the model is trained; it is no part of what is saved."""
         self._pads_rows: bool | None = None
         if isinstance(score := self._score(), nn.Linear):
             score.float()
@@ -195,22 +193,6 @@ class RewardModel(nn.Module):
         """reward_BK in float32, the reward that each of K heads gives to the rows, as trained: without offsets."""
         logits_BK = self._checked_logits(ids_BS, lengths_B)
         return logits_BK if self.num_heads > 1 else self._pick(logits_BK)[:, None]
-
-    def add_length_head(self) -> None:
-        """Give a model that reads its reward at one token a `length_head`, which begins at zero."""
-        self.length_head = ScalarHead(hidden_size(self.model)).to(self.model.device)
-
-    @property
-    def quality_weight(self) -> torch.Tensor:
-        """weight_H, float32: the weights of the score, of several heads their mean."""
-        return cast(nn.Linear, self._score()).weight.float().mean(0)
-
-    def heads_and_length(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(What `heads` returns, length_B: what the length head says of the rows), of one pass through the trunk."""
-        assert self.length_head is not None
-        states_BH = self._last_states(ids_BS[:, : int(lengths_B.max())], lengths_B)
-        logits_BK = self._scored(states_BH)
-        return logits_BK if self.num_heads > 1 else self._pick(logits_BK)[:, None], self.length_head(states_BH)
 
     def _checked_logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         if int(lengths_B.min()) < 1 or int(lengths_B.max()) > ids_BS.shape[1]:

@@ -17,13 +17,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from tunesmith.base.config.algorithms.reward import CommitteeSection, LengthSection, RewardRecipe, RewardTrainerSection
+from tunesmith.base.config.algorithms.reward import CommitteeSection, RewardRecipe, RewardTrainerSection
 from tunesmith.base.core.errors import ConfigError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import Groups, derive, items_at, permutation, steps_of_epochs
 from tunesmith.base.core.trace import span
 from tunesmith.base.schema.records import Finding
-from tunesmith.collect.data.balance import balanced
+from tunesmith.collect.data.balance import balanced, beside_length
 from tunesmith.collect.data.collate import (
     EncodedPreference,
     PairBatch,
@@ -48,7 +48,6 @@ from tunesmith.engine.models.loaded import context_length, freeze_lower_layers, 
 from tunesmith.engine.models.optimizer import MasterAdamW
 from tunesmith.engine.models.sharding import shard
 from tunesmith.learn.algorithms.kl import Controller
-from tunesmith.learn.algorithms.length_loss import odin
 from tunesmith.learn.algorithms.preference_loss import (
     bootstrap_weights,
     bradley_terry,
@@ -86,7 +85,7 @@ class Reward:
 
     With `as_rankings` the loss is Plackett-Luce over whole rankings, else Bradley-Terry over pairs. Several heads learn
     bootstrap samples, drawn with `seed`; `prompt_of` is the text of the prompt of a row, by its id, and may lack some.
-    A model with a length head learns as `length` says; from the step `first_filtered` on pairs are left out as
+    With `has_margins` the margins of the pairs are used; from the step `first_filtered` on pairs are left out as
     `committee` says; `average` is what follows the weights.
     """
 
@@ -97,7 +96,7 @@ class Reward:
     seed: int = 0
     prompt_of: Mapping[str, str] = field(default_factory=dict[str, str])
     counters: Mapping[str, Controller] = field(default_factory=dict[str, Controller])
-    length: LengthSection = field(default_factory=LengthSection)
+    has_margins: bool = False
     committee: CommitteeSection = field(default_factory=CommitteeSection)
     first_filtered: int = 0
     average: TailAverage | None = None
@@ -134,25 +133,10 @@ class Reward:
             return self.loss_of_rankings(items, num_items, trains=trains)
         pairs = as_pairs(items)
         batch = setup.sent(collate_pairs(pairs, pad_id=0), self.uploader)
-        head = self.model.length_head if trains else None
-        if head is None:
-            reward_BK = self.model.heads(batch.ids_BT, batch.lengths_B)
-            if not trains and (trend := self.model.length_trend) is not None:
-                reward_BK = reward_BK - reward_BK.new_tensor(trend.at(answer_lengths(pairs).tolist()))[:, None]
-            return self.loss_of_pairs(pairs, batch, reward_BK, num_items, trains=trains)
-        reward_BK, length_B = self.model.heads_and_length(batch.ids_BT, batch.lengths_B)
-        loss, stats = self.loss_of_pairs(pairs, batch, reward_BK + length_B[:, None], num_items, trains=trains)
-        terms, sums = odin(
-            reward_BK.mean(-1),
-            length_B,
-            answer_lengths(pairs).to(length_B.device),
-            self.model.quality_weight,
-            head.weight[0],
-            num_pairs=len(pairs),
-            coef=self.length.coef,
-            orthogonal_coef=self.length.orthogonal_coef,
-        )
-        return loss + terms * (len(pairs) / num_items), Beside(stats, sums)
+        reward_BK = self.model.heads(batch.ids_BT, batch.lengths_B)
+        if not trains and (trend := self.model.length_trend) is not None:
+            reward_BK = reward_BK - reward_BK.new_tensor(trend.at(answer_lengths(pairs).tolist()))[:, None]
+        return self.loss_of_pairs(pairs, batch, reward_BK, num_items, trains=trains)
 
     def loss_of_pairs(
         self,
@@ -167,7 +151,7 @@ class Reward:
         cfg = self.cfg
         loss_of = partial(
             bradley_terry,
-            margin_B=batch.margin_N if trains and cfg.margin == "column" else None,
+            margin_B=batch.margin_N if trains and self.has_margins else None,
             tie_B=batch.tie_N,
             num_pairs=num_items,
             center_coef=cfg.center_coef if trains else 0.0,
@@ -260,9 +244,7 @@ class RewardTask:
         freeze_lower_layers(self.model.model, cfg.model.num_trainable_layers)
         self.model.model.score.requires_grad_(True)
         self.model.length_trend = None  # of one that is trained on, it was that of other weights
-        self.corrects = cfg.reward_model.length.method == "post_hoc"
-        if cfg.reward_model.length.method == "odin":
-            self.model.add_length_head()
+        self.corrects = cfg.reward_model.length == "post_hoc"
         self.raters = votes_of_raters(cfg.pairs)
         self.data = preference_sets(
             cfg.pairs,
@@ -274,13 +256,13 @@ class RewardTask:
             encode=self.model.encode,
             weigh=self.raters,
         )
-        lengths = {length for item in self.data.train for length in item.answer_lengths}
-        if cfg.reward_model.length.method == "odin" and len(lengths) == 1:
-            _log.warning("all answers are equally long, so that the length head has nothing to learn")
-        if cfg.reward_model.length.method == "balanced":
-            self.data = replace(self.data, train=balanced(self.data.train, self.data.source_of))
+        section, source_of = cfg.reward_model, self.data.source_of
+        if section.length == "balanced":
+            self.data = replace(self.data, train=balanced(self.data.train, source_of))
+        elif section.length == "expert":
+            found = beside_length(self.data.train, source_of, keeps_margins=section.margin == "column")
+            self.data = replace(self.data, train=found)
         self.prompts = Groups(self.data.groups)
-        section = cfg.reward_model
         self.num_steps = cfg.run.steps or steps_of_epochs(
             section.num_epochs, len(self.data.train), section.pairs_per_step
         )
@@ -298,7 +280,7 @@ class RewardTask:
             as_rankings,
             self.cfg.run.seed,
             self.data.train_prompts,
-            length=section.length,
+            has_margins=section.margin == "column" or section.length == "expert",
             committee=section.committee,
             first_filtered=math.ceil(section.committee.after * self.num_steps),
             average=TailAverage.of_run(self.model, section.average_from, self.num_steps),
@@ -427,7 +409,7 @@ def _check(cfg: RewardRecipe) -> None:
         "margin: column": section.margin == "column",
         f"label_smoothing: {section.label_smoothing:g}": section.label_smoothing > 0,
         f"committee: {section.committee.confidence}": section.committee.confidence is not None,
-        f"length: {section.length.method}": section.length.method != "none",
+        f"length: {section.length}": section.length != "none",
     }
     for name, is_set in of_pairs.items():
         if is_set and cfg.pairs.rankings == "plackett_luce":

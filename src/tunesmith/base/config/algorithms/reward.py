@@ -18,6 +18,8 @@ from tunesmith.base.config.sections import (
 )
 from tunesmith.base.config.spec import Passes, Spec
 
+Length = Literal["none", "balanced", "expert", "post_hoc"]
+
 
 class HeadsSection(Section):
     """Several score heads on one trunk, each trained on a bootstrap sample of the votes: where they differ, the votes
@@ -56,22 +58,6 @@ class RewardTrainerSection(Section):
     heads: HeadsSection = HeadsSection()
 
 
-class LengthSection(Section):
-    """Keeps a reward model from learning that longer answers are better."""
-
-    SHORTHAND = "method"
-
-    method: Literal["none", "odin", "balanced", "post_hoc"] = "none"
-    """`odin`: a second head learns length, orthogonal to the first, and is left out in the end (Chen et al. 2024, arXiv
-    2402.07319); `balanced`: weights, by which of equally different lengths the longer answer wins as often as it
-    loses, in each source; `post_hoc`: the trend of the trained model's rewards over the length of answers to train on
-    is subtracted from what it gives (Huang et al. 2024, arXiv 2409.17407)."""
-    coef: NonNegative = 1.0
-    """odin: weight of the correlations of both heads with length."""
-    orthogonal_coef: NonNegative = 1.0
-    """odin: weight of the product of the two heads' weights."""
-
-
 class CommitteeSection(Section):
     """Leaves out votes that all heads contradict: in the first epoch none of them has learnt from the pair yet."""
 
@@ -87,7 +73,13 @@ class CommitteeSection(Section):
 class RewardModelSection(RewardTrainerSection):
     """The Bradley-Terry reward model that is trained by itself."""
 
-    length: LengthSection = LengthSection()
+    length: Length = "none"
+    """Keeps a reward model from learning that longer answers are better. `balanced`: weights, by which of equally
+    different lengths the longer answer wins as often as it loses, in each source; `expert`: what length alone says of
+    the votes of a source is added to the difference of the rewards that are trained, which then learn the rest (a
+    product of experts: Clark et al. 2019, arXiv 1909.03683; Shen et al. 2023, arXiv 2310.05199); `post_hoc`: the trend
+    of the trained model's rewards over the length of answers to train on is subtracted from what it gives (Huang et al.
+    2024, arXiv 2409.17407)."""
     committee: CommitteeSection = CommitteeSection()
     average_from: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Share of the steps from which on the weights are averaged: the model that is evaluated and saved has their mean;
@@ -133,12 +125,6 @@ ONE_HEAD = Rule(
     "reward_model.heads.count is 1; set it to the number of heads, or leave this out",
 )
 
-NO_ODIN = Rule(
-    "reward_model.length.coef reward_model.length.orthogonal_coef",
-    lambda v: v["reward_model.length.method"] != "odin",
-    "reward_model.length.method is not odin; set it, or leave this out",
-)
-
 NO_COMMITTEE = Rule(
     "reward_model.committee.after",
     lambda v: v["reward_model.committee.confidence"] is None,
@@ -152,6 +138,6 @@ SPEC = Spec(
     headline=("loss", "accuracy", "margin"),
     best="accuracy",
     passes=_passes,
-    rules=(ONE_HEAD, NO_ODIN, NO_COMMITTEE, NO_REFERENCE),
+    rules=(ONE_HEAD, NO_COMMITTEE, NO_REFERENCE),
     trains="reward model",
 )
