@@ -76,6 +76,7 @@ def test_margins_are_what_logistic_regression_on_the_ratio_of_lengths_says_of_ea
     for name, sign in (("hh", 1), ("rmb", -1)):
         own = [one for one in found if source_of(one) == name and not one.is_tie]
         lengths = [one.answer_lengths for one in own]
+        lengths = [one.answer_lengths for one in own]
         ratio_N = torch.tensor([math.log(better / worse) for better, worse in lengths]).double()
         weight_N = torch.tensor([one.weight for one in own]).double()
         slope = fit_logistic(ratio_N[:, None], torch.ones(len(own)).double(), weight_N=weight_N)[0]
