@@ -143,3 +143,24 @@ def test_bad_input_is_refused():
         preference_loss.bradley_terry(good, good, good[:, None], num_pairs=2)
     with pytest.raises(InputError, match="num_pairs is 0"):
         preference_loss.bradley_terry(good, good, num_pairs=0)
+
+
+def test_smoothed_labels_cost_a_share_of_the_other_answer_and_ties_as_before() -> None:
+    generator = torch.Generator().manual_seed(0)
+    chosen_B, rejected_B = torch.randn(2, 5, generator=generator, dtype=torch.float64).requires_grad_().unbind()
+    margin_B, tie_B = torch.rand(5, generator=generator, dtype=torch.float64), torch.tensor([0, 0, 1, 0, 0]).bool()
+    loss, _ = preference_loss.bradley_terry(chosen_B, rejected_B, margin_B, tie_B, num_pairs=5, label_smoothing=0.2)
+
+    def of(sign: int) -> torch.Tensor:
+        wanted_B = chosen_B - rejected_B - torch.where(tie_B, 0.0, margin_B)
+        decided_B = torch.log1p(torch.exp(-sign * wanted_B))
+        return torch.where(tie_B, 0.5 * decided_B + 0.5 * torch.log1p(torch.exp(sign * wanted_B)), decided_B).mean()
+
+    expected = 0.8 * of(1) + 0.2 * of(-1)
+    torch.testing.assert_close(loss, expected)
+    for side in (chosen_B, rejected_B):
+        ours, plain = (grad(one, side, retain_graph=True)[0] for one in (loss, expected))
+        torch.testing.assert_close(ours, plain)
+    best = torch.tensor([math.log(0.8 / 0.2)], dtype=torch.float64, requires_grad=True)
+    smoothed, _ = preference_loss.bradley_terry(best, torch.zeros_like(best), num_pairs=1, label_smoothing=0.2)
+    assert grad(smoothed, best)[0].item() == pytest.approx(0, abs=1e-12), "the margin at which 0.8 of the votes agree"

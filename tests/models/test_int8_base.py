@@ -206,7 +206,7 @@ def test_a_reference_in_8_bits_is_near_the_model_and_leaves_it_alone(dtype: str)
 
 def test_a_reward_model_computes_in_8_bits_where_its_source_says_so(tmp_path):
     model = new_reward_model(ModelSection(name="tiny:qwen2", dtype="float32"))
-    torch.nn.init.normal_(model.model.score.weight)
+    torch.nn.init.normal_(model.model.score.weight, generator=torch.Generator().manual_seed(0))
     save_final(model, model.tokenizer, tmp_path / "final", ModelCard("tiny:qwen2", "reward"))
     source = RewardSource(source=str(tmp_path / "final"))
     scores = []

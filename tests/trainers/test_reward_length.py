@@ -140,6 +140,8 @@ def test_settings_without_effect_or_meaning_are_refused(tmp_path: Path) -> None:
 
 def test_answers_of_one_length_leave_an_expert_nothing_to_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": f"q{i}", "chosen": " aa", "rejected": " bb"} for i in range(6)]
-    state = Started(reward_recipe(tmp_path, reward_model={"length": "expert"}, run={"steps": 2}), pairs=rows)
+    cfg = reward_recipe(tmp_path, reward_model={"length": "expert"}, run={"steps": 2})
+    assert all(one.margin == 0 for one in Started(cfg, pairs=rows).data.train)
+    result = training(cfg, pairs=rows)
     assert "length says nothing of which is better" in caplog.text
-    assert all(one.margin == 0 for one in state.data.train)
+    assert all(math.isfinite(value) for row in result.metrics for value in row.values())

@@ -14,7 +14,7 @@ _NUM_BINS = (4, 2, 1)
 _LEAST = 5
 """Pairs of a bin in which the longer answer won, and in which it lost, at least: the others would weigh too much."""
 
-_NEWTON_STEPS, _LARGEST = 50, 500.0
+_NEWTON_STEPS = 50
 
 _log = get_logger(__name__)
 
@@ -86,7 +86,7 @@ def _slope(x_N: np.ndarray, weight_N: np.ndarray) -> float:
     """The maximum over a of sum weight ln sigmoid(a x) - a^2 / 2, by Newton's method on a concave function."""
     slope = 0.0
     for _ in range(_NEWTON_STEPS):
-        wrong_N = 1 / (1 + np.exp(np.clip(slope * x_N, -_LARGEST, _LARGEST)))
+        wrong_N = 0.5 - 0.5 * np.tanh(0.5 * slope * x_N)  # sigmoid(-slope x), which cannot overflow
         gradient = float((weight_N * x_N * wrong_N).sum()) - slope
         curvature = float((weight_N * x_N**2 * wrong_N * (1 - wrong_N)).sum()) + 1
         slope += max(-1.0, min(1.0, gradient / curvature))  # a whole step may overshoot where few pairs decide

@@ -309,11 +309,11 @@ def truncated(sequences: Sequence[TokenIds], limit: TokenLimit) -> tuple[TokenId
 
 def num_cut_of_prompt(sequences: Sequence[TokenIds], limit: TokenLimit) -> int:
     """How many ids `truncated` removes from the beginning that all sequences have in common."""
-    num_common = next(
-        (place for place, ids in enumerate(zip(*sequences, strict=False)) if len(set(ids)) > 1),
-        min(map(len, sequences)),
-    )
-    return num_common - limit.kept_of_prompt(num_common, max(map(len, sequences)) - num_common)
+    if limit.truncate == "none":
+        return 0
+    behind = lengths_behind_common(sequences)
+    num_common = len(sequences[0]) - behind[0]
+    return num_common - limit.kept_of_prompt(num_common, max(behind))
 
 
 @dataclass(frozen=True, slots=True)

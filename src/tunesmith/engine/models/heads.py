@@ -205,19 +205,12 @@ class RewardModel(nn.Module):
         return getattr(self.model, "score", None)
 
     def _logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self._score(), nn.Linear):
+        score = self._score()
+        if not isinstance(score, nn.Linear):
             return self._own_logits(ids_BS, lengths_B)
-        return self._scored(self._last_states(ids_BS, lengths_B))
-
-    def _last_states(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """state_BH of the token at which each row is read."""
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)
         position_B = last_tokens(ids_BS, lengths_B, self.pad_id)
-        return trunk_states(self.model, self.decoder, ids_BS, lengths_B, row_B, position_B)
-
-    def _scored(self, states_BH: torch.Tensor) -> torch.Tensor:
-        """logits_BK in float32 of such states."""
-        score = cast(nn.Linear, self._score())
+        states_BH = trunk_states(self.model, self.decoder, ids_BS, lengths_B, row_B, position_B)
         bias = None if score.bias is None else score.bias.float()
         return functional.linear(states_BH.float(), score.weight.float(), bias)
 
