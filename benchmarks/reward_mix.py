@@ -6,7 +6,8 @@ for each source that is left out, on which it is then judged: beside "longer win
 pairs, and where the longer answer lost. `one_source` is trained on HH-RLHF alone and judged on the others. Rows that
 begin with `noisy` have 30 % of the labels to train on flipped; what is judged by is never flipped.
 
-A row takes five trainings of SmolLM2, each of up to 45 minutes on two cores: give --row and --left-out to make some.
+A row takes five trainings of SmolLM2, each of up to 45 minutes on two cores: give --row, --left-out and
+--only-left-out to make some. `mix_recipe` has the settings of the recipe `reward_mix`.
 Figures are from one seed; intervals are over prompts.
 """
 
@@ -53,12 +54,18 @@ ROWS: Mapping[str, Mapping[str, object]] = {
     "mix_average": {"reward_model.average_from": 0.7},
     "mix_heads": {"reward_model.heads.count": 8},
     "mix_committee": {"reward_model.heads.count": 8, "reward_model.committee.confidence": 0.8},
+    "mix_recipe": {
+        "reward_model.length": "balanced",
+        "reward_model.label_smoothing": 0.1,
+        "reward_model.average_from": 0.7,
+    },
     "noisy": {},
     "noisy_committee": {"reward_model.heads.count": 8, "reward_model.committee.confidence": 0.7},
     "noisy_smoothing": {"reward_model.label_smoothing": 0.3},
 }
 """The settings that each row of the result changes in the plain training on all sources."""
 
+TRUNCATE = "both"
 FLIPPED = 0.3
 _HELDOUT = 0.15
 
@@ -126,7 +133,7 @@ def trained(
                 "pairs.heldout_fraction": 0.0,
                 "pairs.skip_bad": True,
                 "pairs.max_tokens": options.tokens,
-                "pairs.truncate": "both",
+                "pairs.truncate": TRUNCATE,
                 "reward_model.pairs_per_step": 16,
                 "reward_model.micro_batch_size": 8,
                 "optimizer.learning_rate": 1e-4,
@@ -149,19 +156,23 @@ def trained(
 def of_row(
     row: str, left_out: Sequence[str], files: Callable[[str, bool], str], options: Namespace, say: Say
 ) -> dict[str, Any]:
-    """The figures of one row: held-out pairs of all sources with nothing left out, and each source that is left out."""
+    """The figures of one row: held-out pairs of all sources with nothing left out (not with --only-left-out), and each
+    source that is left out.
+    """
     changes, flips = ROWS[row], row.startswith(NOISY)
     of_all = (HH,) if row == ONE else SOURCES
-    whole = trained(
-        {name: files(name, flips) for name in of_all},
-        {name: files(name, False) for name in SOURCES if name not in of_all},
-        changes,
-        options,
-    )
-    figures = {one["name"]: _figures(one) for one in whole.get("sources") or [{"name": HH, **whole}]}
-    found: dict[str, Any] = {"held_out": {name: one for name, one in figures.items() if name in of_all}}
-    found["left_out"] = {name: one for name, one in figures.items() if name not in of_all}
-    say(f"{row}: " + ", ".join(f"{name} {one['accuracy']:.3f}" for name, one in figures.items()))
+    found: dict[str, Any] = {"held_out": {}, "left_out": {}}
+    if not options.only_left_out or row == ONE:
+        whole = trained(
+            {name: files(name, flips) for name in of_all},
+            {name: files(name, False) for name in SOURCES if name not in of_all},
+            changes,
+            options,
+        )
+        figures = {one["name"]: _figures(one) for one in whole.get("sources") or [{"name": HH, **whole}]}
+        found["held_out"] = {name: one for name, one in figures.items() if name in of_all}
+        found["left_out"] = {name: one for name, one in figures.items() if name not in of_all}
+        say(f"{row}: " + ", ".join(f"{name} {one['accuracy']:.3f}" for name, one in figures.items()))
     for name in left_out if row != ONE else ():
         others = [other for other in of_all if other != name]
         quality = trained(
@@ -198,6 +209,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
             for row in options.row or ROWS
         }
     about = head(options, "reward_mix", "quick", "model", "layers", "tokens", "pairs", "seed")
+    about["truncate"] = TRUNCATE
     return {**about, "num_pairs": {name: len(found) for name, found in pairs.items()}, "rows": rows}
 
 
@@ -219,6 +231,7 @@ main = benchmark(
     "seed",
     row={"action": "append", "choices": list(ROWS), "help": "one ingredient; repeatable. All if left out"},
     left_out={"action": "append", "choices": list(SOURCES), "help": "one source to leave out; repeatable. All"},
+    only_left_out={"action": "store_true", "help": "no training on all sources: only those with one left out"},
     layers={"type": int, "default": 8, "metavar": "N", "help": "lowest layers that the reward model keeps"},
     tokens={"type": int, "default": 384, "metavar": "N", "help": "limit of a dialogue; see pairs.truncate"},
     pairs={"type": int, "default": 4000, "metavar": "N", "help": "pairs of each source at most"},
