@@ -71,7 +71,8 @@ _path: ContextVar[str] = ContextVar("tunesmith_span_path", default="")
 
 
 class Watcher:
-    """Receives the begin and the end of spans and the values of gauges, in the thread in which they occur.
+    """Receives the begin and the end of spans, what goes on in them, and the values of gauges, in the thread in which
+    they occur.
 
     A subclass overrides what it needs; a method must take microseconds and not raise.
     """
@@ -81,6 +82,9 @@ class Watcher:
 
     def leave(self, path: str) -> None:
         """The span `path` ends, also by an error."""
+
+    def went_on(self) -> None:
+        """The stage that runs got further: it made a forward pass, drew a token, or ended a part of its work."""
 
     def gauge(self, name: str, value: float) -> None:
         """The quantity `name` is `value` from now on."""
@@ -104,6 +108,12 @@ def gauge(name: str, value: float) -> None:
     """Tell the watchers, if there are any, that the quantity `name` is `value` from now on."""
     for watcher in _watchers:
         watcher.gauge(name, value)
+
+
+def went_on() -> None:
+    """Tell the watchers, if there are any, that the stage that runs got further."""
+    for watcher in _watchers:
+        watcher.went_on()
 
 
 @contextmanager
@@ -156,10 +166,12 @@ def include(record: Trace) -> None:
 
 
 def count(name: str, value: float, *, out_of: float | None = None) -> None:
-    """Add `value` to the figure `name` of the outermost open span, `<stage>/<name>` among the metrics of the trace.
+    """Add `value` to the figure `name` of the outermost open span, `<stage>/<name>` among the metrics of the trace. The
+    stage that runs goes on.
 
     With `out_of` the figure is a share or a mean: all values over all `out_of`, which must be positive.
     """
+    went_on()
     record = _open_trace.get()
     if record is not None:
         record.count(f"{_path.get().partition('/')[0]}/{name}", value, out_of)

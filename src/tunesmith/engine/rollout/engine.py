@@ -10,6 +10,7 @@ from typing import Protocol, TypedDict
 
 from tunesmith.base.core.errors import ContextFullError, InputError
 from tunesmith.base.core.seeds import LARGEST_SEED
+from tunesmith.base.core.trace import went_on
 from tunesmith.base.schema.records import Prompt
 from tunesmith.engine.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.engine.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, TEMPERATURE_RULE
@@ -256,6 +257,7 @@ class Callbacks:
 
     def note(self, drawn: Iterable[DrawnSequence], ended: Iterable[DrawnSequence]) -> None:
         """Report a step: `drawn` are the sequences that got a token, `ended` those of them that ended with it."""
+        went_on()
         if self.on_text:
             for sequence in drawn:
                 self._send_text(sequence, self.on_text)

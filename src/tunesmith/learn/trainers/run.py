@@ -197,7 +197,8 @@ def led(
         for index in session.steps():
             take_step(task, learner, session, rates, index)
         measure(task, learner, session, "after")
-        figures = task.summary(learner, session)
+        with session.working():
+            figures = task.summary(learner, session)
         card = ModelCard(
             base_model=cfg.model.name,
             algorithm=SPECS[cfg.algorithm].title_of(cfg),

@@ -43,9 +43,9 @@ class _Thread:
 class Stage(Watcher):
     """Writes the record of this process. The thread that makes it is the one that trains.
 
-    `last_ns` is the monotonic time at which a stage last began or ended, in any thread. `signal` is the number of the
-    signal at which the process writes its stacks, 0 if there is none; `alive_every_s` is how often `alive` is called.
-    Without a folder the record is in memory alone.
+    `last_ns` is the monotonic time at which a stage last began, went on or ended, in any thread. `signal` is the number
+    of the signal at which the process writes its stacks, 0 if there is none; `alive_every_s` is how often `alive` is
+    called. Without a folder the record is in memory alone.
     """
 
     def __init__(self, folder: Path | None, *, signal: int = 0, alive_every_s: float = 0.0) -> None:
@@ -73,6 +73,10 @@ class Stage(Watcher):
         if thread.open:
             thread.open.pop()
         self._write(thread, time.monotonic_ns())
+
+    def went_on(self) -> None:
+        """The innermost span of this thread goes on."""
+        self._write(self._thread(), time.monotonic_ns())
 
     def beat(self, step: int, state: str) -> None:
         """The process is in `step`, and does `state` wherever no span is open."""

@@ -13,7 +13,7 @@ from torch import nn
 from tunesmith.base.config.scale_sections import SamplingScaleSection
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.log import Once, get_logger
-from tunesmith.base.core.trace import count, span
+from tunesmith.base.core.trace import count, span, went_on
 from tunesmith.base.core.turns import Turns
 from tunesmith.base.schema.records import Prompt
 from tunesmith.base.schema.weights import Weights
@@ -386,6 +386,7 @@ class _Results:
 
     def add(self, lease: Lease, completions: Sequence[Sequence[Completion]]) -> None:
         """Take the completions of a lease, by prompt, and report them."""
+        went_on()
         call = self._callbacks
         for index, of_prompt in zip(lease.indices, completions, strict=True):
             for sample, one in enumerate(of_prompt, start=lease.first_sample):
