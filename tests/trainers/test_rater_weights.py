@@ -10,7 +10,7 @@ from recipes import Started, dpo_recipe, reward_recipe, training
 
 from tunesmith.base.config.algorithms.dpo import DPOSection
 from tunesmith.base.core.errors import DataError
-from tunesmith.base.schema.records import Pair, Prompt
+from tunesmith.base.schema.records import Pair, Prompt, Text
 from tunesmith.learn.algorithms.direct_loss import PairLogps, kto, paired
 from tunesmith.learn.algorithms.preference_loss import bradley_terry
 from tunesmith.learn.trainers.rater_weights import VotesOfRaters
@@ -55,6 +55,19 @@ def test_equally_good_raters_change_nothing() -> None:
     rows = VotesOfRaters()(given)
     assert [(row.chosen, row.rejected) for row in rows] == [(row.chosen, row.rejected) for row in given]
     assert np.std([row.weight for row in rows]) < 0.1
+
+
+def test_conversations_are_weighed_as_texts_are() -> None:
+    def turn(role: str, text: Text) -> Text:
+        return ({"role": role, "content": str(text)},)
+
+    def in_turns(row: Pair) -> Pair:
+        prompt = Prompt(row.prompt.id, turn("user", row.prompt.content), row.prompt.columns)
+        return Pair(prompt, turn("assistant", row.chosen), turn("assistant", row.rejected))
+
+    given = rows_of(["good"] * 6 + ["reversed"] * 2, 60)
+    weights = [row.weight for row in VotesOfRaters()(given)]
+    assert [row.weight for row in VotesOfRaters()([in_turns(row) for row in given])] == pytest.approx(weights)
 
 
 def test_ties_stay_as_they_are_and_rows_without_a_rater_are_those_of_one() -> None:

@@ -106,7 +106,7 @@ def _arrays(pairs: Sequence[Pair], raters: dict[Hashable, int]) -> PairVotes:
     first_N: list[bool] = []
     for pair in pairs:
         sides = repr(pair.chosen), repr(pair.rejected)
-        item_N.append(items.setdefault((pair.prompt.content, *sorted(sides)), len(items)))
+        item_N.append(items.setdefault((repr(pair.prompt.content), *sorted(sides)), len(items)))
         first_N.append(sides[0] < sides[1])
     # Rows without a rater are taken for those of one.
     rater_N = [raters.setdefault(pair.prompt.columns.get("rater") or "", len(raters)) for pair in pairs]
