@@ -22,6 +22,19 @@ def test_strict_bad_rows_are_an_error_that_names_them_and_the_way_out():
         rows_with(9, "empty", "blank line", skip=False).check()
 
 
+def test_of_several_sources_the_rows_of_the_one_with_bad_rows_are_counted():
+    bad = BadRows()
+    bad.opened("a.jsonl", 5)
+    bad.check()
+    bad.opened("b.jsonl", 2)
+    bad.add("b.jsonl:1", RowError("reason", "empty"))
+    with pytest.raises(DataError, match=r"1 bad row of 2 in b\.jsonl;"):
+        bad.check()
+    bad.opened_all("a.jsonl, b.jsonl")
+    with pytest.raises(DataError, match=r"1 bad row of 7 in a\.jsonl, b\.jsonl;"):
+        bad.check()
+
+
 def test_skipped_rows_are_counted_by_reason_and_said(caplog: pytest.LogCaptureFixture):
     bad = rows_with(9, "empty", "blank line", "empty", skip=True)
     bad.check()

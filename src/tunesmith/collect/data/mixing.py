@@ -33,7 +33,7 @@ def named_rows(sources: Sequence[PairsSource], load: Load, bad: BadRows, seed: i
         for one in sources
         for row in _at_most(one, load(one.source, bad), seed)
     ]
-    bad.opened(", ".join(one.source for one in sources))
+    bad.opened_all(", ".join(one.source for one in sources))
     return rows
 
 

@@ -83,13 +83,20 @@ class BadRows:
         self._advice = "\nskip_bad: true (--skip-bad) drops bad rows and counts them" if can_skip and not skip else ""
         self.source = "the list of rows"
         self.num_rows = 0
+        self._num_before = 0  # rows of the sources that were opened earlier
         self._problems: list[str] = []
         self._kinds: Counter[str] = Counter()
 
     def opened(self, source: str, num_rows: int = 0) -> None:
         """Set the name of the source in messages, and the number of its rows as far as it is known."""
         self.source = source
+        self._num_before = self.num_rows
         self.num_rows += num_rows
+
+    def opened_all(self, source: str) -> None:
+        """Set the name of all sources that were opened together, for the stages that look at the rows of all."""
+        self.source = source
+        self._num_before = 0
 
     def add(self, where: str, error: RowError) -> None:
         """Note that the row at `where` (`pairs.jsonl:7`) cannot be used."""
@@ -106,8 +113,9 @@ class BadRows:
         if num_bad and (not self.skip or num_bad >= self.num_rows):
             noun = "row" if num_bad == 1 else "rows"
             tail = "; none is left to use" if self.skip else ""
+            num_rows = self.num_rows - (0 if self.skip else self._num_before)
             raise DataError(
-                f"{num_bad} bad {noun} of {self.num_rows} in {self.source}{tail}; correct or remove:\n  {self.shown()}"
+                f"{num_bad} bad {noun} of {num_rows} in {self.source}{tail}; correct or remove:\n  {self.shown()}"
                 + self._advice
             )
 
