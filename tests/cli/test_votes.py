@@ -66,6 +66,21 @@ def test_votes_are_taken_over_counted_and_written_out_again(
     assert [json.loads(line)["chosen"] for line in dest.read_text().splitlines()] == ["good"] * 3
 
 
+def test_a_rater_of_one_side_is_told_without_pairs_that_others_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [
+        {"prompt": f"Prompt {i}", "chosen": "a", "rejected": "b", "rater": "lee", "chosen_side": "left"}
+        for i in range(40)
+    ]
+    (tmp_path / "votes.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ("--dir", tmp_path / "live")
+    assert run(capsys, "votes", "import", tmp_path / "votes.jsonl", "--labels", "votes", *given)[0] == 0
+    told = run(capsys, "votes", "stats", *given)[1]
+    assert "only 0 votes can be compared" in told and "the left answer in 40 of 40 votes" in told
+    assert "reliability" not in told
+
+
 def test_votes_are_read_and_imported_while_a_server_holds_them(
     tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
 ):

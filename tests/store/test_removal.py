@@ -148,7 +148,7 @@ def test_the_log_tells_what_changed_and_holds_no_secret(store: VoteStore, path: 
     assert told[:4] == [
         ("boss", "import", "", {"campaign": "default", "num_new": 1}),
         ("boss", "rollback asked", "", {"version": "7"}),
-        ("server", "settings changed", "", {"campaign": "default", "overlap": 3, "guidelines": "others"}),
+        ("server", "settings changed", "", {"campaign": "default", "overlap": 3, "guidelines": "changed"}),
         ("boss", "key made", "shop", {"id": made.rater.id, "scopes": ["admin"]}),
     ]
     assert not any(token in words_in(path) for token in (boss.token, made.token))

@@ -16,8 +16,7 @@ from tunesmith.base.core.log import get_logger, visible
 
 if TYPE_CHECKING:
     from tunesmith.collect.statistics.bradley_terry import Standing
-    from tunesmith.collect.statistics.rater_report import CrowdReport
-    from tunesmith.collect.statistics.raters import Estimate
+    from tunesmith.collect.statistics.rater_report import CrowdReport, RaterReport
     from tunesmith.collect.store.inbox import Chore
     from tunesmith.collect.store.vote_reader import VoteReader
     from tunesmith.collect.store.vote_stats import Agreement, BiasTest, FeedbackStats, VoteStats
@@ -357,9 +356,9 @@ def _say(found: "VoteStats", crowd: "CrowdReport", output: Output) -> None:
         dwell = "" if rater.median_dwell_ms is None else f", {rater.median_dwell_ms / 1000:.1f} s each"
         num_votes = count_of(rater.num_votes, "vote")
         report = crowd.raters.get(rater.rater_id)
-        right = "" if report is None or not report.is_known else f", right {_estimate(report.reliability)}"
-        output.say(f"rater          {visible(rater.name)}: {num_votes}{right}, left {_bias(rater.left)}{gold}{dwell}")
-        for note in () if report is None or not report.is_known else notes(report):
+        known = "" if report is None or not report.is_known else f", {_reliability(report)}"
+        output.say(f"rater          {visible(rater.name)}: {num_votes}{known}, left {_bias(rater.left)}{gold}{dwell}")
+        for note in () if report is None else notes(report):
             output.say(f"               {note}")
 
 
@@ -369,8 +368,9 @@ def _worth(crowd: "CrowdReport") -> str:
     return f"{crowd.effective:.0f} votes without an error, of {crowd.num_votes} that prefer an answer"
 
 
-def _estimate(share: "Estimate") -> str:
-    return f"{share.value:.0%} ({share.low:.0%} to {share.high:.0%})"
+def _reliability(report: "RaterReport") -> str:
+    right = report.reliability
+    return f"reliability {right.value:.0%} ({right.low:.0%} to {right.high:.0%}), worth {report.effective:.0f}"
 
 
 def _feedback(said: "FeedbackStats") -> str:

@@ -53,7 +53,7 @@ def set_campaign(connection: Connection, settings: CampaignSettings, now: float)
         known = asdict(campaign(connection, int(found)).settings)
         changed = {name: value for name, value in asdict(settings).items() if value != known[name]}
         if changed:
-            changed |= {"guidelines": "others"} if "guidelines" in changed else {}
+            changed |= {"guidelines": "changed"} if "guidelines" in changed else {}
             audit.add(connection, "settings changed", None, {"campaign": settings.name, **changed}, now)
         connection.execute(update(table).where(table.c.id == found).values(**asdict(settings), closed_at=None))
         # Another overlap opens or closes items.
