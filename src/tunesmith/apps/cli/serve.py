@@ -108,7 +108,11 @@ class ServeOptions:
     raw: Annotated[bool, flag("Show answers as they are, not as Markdown.")] = False
     no_raw: Annotated[bool, flag("Show answers as Markdown again, after a start with --raw.")] = False
     new_admin_link: Annotated[
-        bool, flag("Print a new link that logs the admin in, once, and end; the server may be running.")
+        bool,
+        flag(
+            "Print a new link that logs the admin in, once, and end; the server may be running, and its --host and "
+            "--port, if they were given, belong here too."
+        ),
     ] = False
     json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
 
@@ -302,7 +306,11 @@ class StudioOptions:
         ),
     ] = ()
     new_admin_link: Annotated[
-        bool, flag("Print a new link that logs the admin in, once, and end; the server may be running.")
+        bool,
+        flag(
+            "Print a new link that logs the admin in, once, and end; the server may be running, and its --host and "
+            "--port, if they were given, belong here too."
+        ),
     ] = False
     json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
 
