@@ -76,6 +76,10 @@ fitted to: a quantile at 95 %, or four straight parts, need no more."""
 _FEWEST_JUDGED = 20
 """Held-out pairs from which on a model is said to be no better than chance."""
 
+_ALIKE = 0.02
+"""Rewards of held-out answers with a smaller standard deviation are those of a model that has hardly been trained: one
+that is surely right on 55 % of pairs, and knows it, has some 0.14."""
+
 _log = get_logger(__name__)
 
 
@@ -358,11 +362,13 @@ class RewardTask:
 
     def summary(self, learner: Reward, session: Session) -> dict[str, object]:
         """The last training loss, and the figures on held-out pairs. `evaluation.judge` adds those of
-        `reward_quality.judge`, which are also written to `reward_quality.json`. A model that is no better than chance
-        is a finding.
+        `reward_quality.judge`, which are also written to `reward_quality.json`. A model that has hardly learnt, or is
+        no better than chance, is a finding.
         """
         last = session.metrics[-1]
-        if warning := no_better_than_chance(last):
+        if warning := hardly_learnt(last, len(session.metrics)):
+            session.find(Finding(len(session.metrics), "hardly_learnt", "warning", warning))
+        elif warning := no_better_than_chance(last):
             session.find(Finding(len(session.metrics), "chance", "warning", warning))
         names = ("loss", "accuracy", "eval/accuracy", "eval/margin", "eval/num_pairs", "eval/longer_wins")
         known, trend = learner.model.known, learner.model.length_trend
@@ -383,9 +389,29 @@ class RewardTask:
         size, train = self.cfg.reward_model.micro_batch_size, decided_pairs(self.data.train, {})
         quality = judge(learner.model, heldout, train, elsewhere, micro_batch_size=size)
         session.folder.write_json("reward_quality.json", quality.to_json())
-        names = ("accuracy", "accuracy_low", "accuracy_high", "tfidf", "longer_wins", "brier", "ece", "num_pairs")
-        judged = {"num_train_pairs": len(self.data.train), **{name: getattr(quality, name) for name in names}}
-        return {**figures, **judged}
+        names = ("accuracy", "accuracy_low", "accuracy_high", "tfidf", "longer_wins", "brier", "ece")
+        return {**figures, **{name: getattr(quality, name) for name in names}}
+
+
+def hardly_learnt(row: Mapping[str, float], num_steps: int) -> str:
+    """The message on a model whose rewards of held-out answers are all alike after `num_steps` steps; empty for others,
+    and where the answers are too few to say.
+    """
+    deviation, num_pairs = row.get("eval/std_reward"), row.get("eval/num_pairs", 0.0)
+    if deviation is None or num_pairs < _FEWEST_JUDGED or deviation >= _ALIKE:
+        return ""
+    spread = row.get("eval/margin_spread")
+    heads = (
+        ""
+        if spread is None
+        else f". Its heads differ by {spread:.2g} all the same, by the random parts that they began with, and "
+        "`pessimism` would follow these"
+    )
+    return (
+        f"the rewards of held-out answers are all alike (standard deviation {deviation:.2g}): the reward model has "
+        f"hardly learnt in {num_steps} steps. Raise optimizer.learning_rate and optimizer.head_learning_rate (1e-4 and "
+        f"1e-3 in the recipe reward_mix), or train for more steps{heads}"
+    )
 
 
 def no_better_than_chance(row: Mapping[str, float]) -> str:
