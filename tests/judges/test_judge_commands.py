@@ -9,11 +9,14 @@ import pytest
 
 from judge_server import JudgeServer
 from tunesmith.apps.cli.main import main
+from tunesmith.apps.workflows.judging import compare_with_people, decided_pairs_of
+from tunesmith.base.config.judge import JudgeSettings
 from tunesmith.base.core.errors import NameTakenError
 from tunesmith.collect.store.machine_votes import MachineVote
 from tunesmith.collect.store.records import CampaignSettings, Candidate, NewItem
 from tunesmith.collect.store.vote_watch import VoteWatch
 from tunesmith.collect.store.votes import VoteStore
+from tunesmith.learn.judges.judge import open_judge
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
@@ -124,6 +127,37 @@ def test_a_server_stores_the_votes_of_a_judge(run: Run, folder: Path, server: Ju
         assert any(entry.kind == "judged" for entry in store.reader.audit())
         open_ones = json.loads(run("judge", "vote", server.url, "--dir", folder, "--pairs", "open", "--json")[1])
         assert (open_ones["num_judged"], open_ones["agreement"]["num_votes"]) == (4, 4)
+
+
+def test_progress_is_told_while_answers_come(server: JudgeServer, tmp_path: Path):
+    rows = [{"prompt": f"p {i}", "chosen": f"yes {i}", "rejected": "no"} for i in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    judge = open_judge(JudgeSettings(model=server.url, answers=str(tmp_path / "a.db")))
+    told: list[int] = []
+    wanted = decided_pairs_of(str(tmp_path / "pairs.jsonl"), limit=10)
+    compare_with_people(judge, "pairs.jsonl", wanted, progress=told.append)
+    assert told == sorted(told) and told[-1] == 10
+    assert {1, 5, 8} <= set(told)
+
+
+@pytest.mark.parametrize("words", [("judge", "vote"), ("eval", "judge", "--pairs", "pairs.jsonl")])
+def test_an_interrupt_says_what_is_kept(
+    words: tuple[str, ...],
+    run: Run,
+    folder: Path,
+    server: JudgeServer,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(folder.parent)
+    Path("pairs.jsonl").write_text('{"prompt": "p", "chosen": "yes", "rejected": "no"}\n')
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tunesmith.learn.judges.judge.Judge.preferences", interrupted)
+    code, _, err = run(*words, server.url)
+    assert code == 130
+    assert "judge_answers.db; the same command goes on from there" in err and err.endswith("interrupted\n")
 
 
 def test_pairs_of_a_file_measure_a_judge(run: Run, server: JudgeServer, tmp_path: Path):

@@ -1,6 +1,7 @@
 """`tunesmith judge vote` and `eval judge`: a judge votes on stored pairs, and is compared with people."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -76,7 +77,7 @@ def vote(words: Sequence[str]) -> None:
     with reporting(as_json=options.json) as output:
         judge = _judge_of(options, options.dir.expanduser() / _ANSWERS)
         wanted = pairs_for(judge, place, options.campaign, which=options.pairs, limit=options.limit)
-        with progress("pairs", len(wanted), enabled=wants_progress()) as reporter:
+        with _interrupts_explained(judge), progress("pairs", len(wanted), enabled=wants_progress()) as reporter:
             found = vote_on_stored(
                 judge,
                 place,
@@ -95,13 +96,14 @@ def evaluate(words: Sequence[str]) -> None:
     check_ranges(options, limit=(1, inf))
     if options.pairs is None:
         raise InputError("no pairs are named; give --pairs SOURCE, or let the judge vote by `tunesmith judge vote`")
-    from tunesmith.apps.workflows.judging import compare_with_people
+    from tunesmith.apps.workflows.judging import compare_with_people, decided_pairs_of
+    from tunesmith.base.runs.progress import progress
 
     with reporting(as_json=options.json) as output:
         judge = _judge_of(options, None)
-        found = compare_with_people(
-            judge, options.pairs, limit=options.limit, seed=options.seed, skip_bad=options.skip_bad
-        )
+        wanted = decided_pairs_of(options.pairs, limit=options.limit, seed=options.seed, skip_bad=options.skip_bad)
+        with _interrupts_explained(judge), progress("pairs", len(wanted), enabled=wants_progress()) as reporter:
+            found = compare_with_people(judge, options.pairs, wanted, progress=reporter.update)
         output.say(f"judged         {found.num_judged} of {found.num_pairs} pairs of {options.pairs}")
         _finish(judge, found, output, {"pairs": options.pairs})
 
@@ -121,6 +123,16 @@ def _judge_of(options: JudgeFlags, answers: Path | None) -> "Judge":
     settings = judge_settings(options.judge, most_requests=options.most_requests, most_tokens=options.most_tokens)
     given = options.answers or (answers if "answers" not in settings.model_fields_set else None)
     return open_judge(settings if given is None else settings.model_copy(update={"answers": str(given)}))
+
+
+@contextmanager
+def _interrupts_explained(judge: "Judge") -> Generator[None]:
+    """Say after Ctrl-C what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _log.warning("answers so far are in %s; the same command goes on from there", judge.answers.path)
+        raise
 
 
 def _finish(judge: "Judge", found: "Judged", output: Output, facts: dict[str, object]) -> None:

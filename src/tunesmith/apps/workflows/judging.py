@@ -9,7 +9,7 @@ from typing import Literal
 from tunesmith.base.config.sections import PairsSection
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.core.seeds import permutation
-from tunesmith.base.schema.records import plain_text
+from tunesmith.base.schema.records import Pair, plain_text
 from tunesmith.collect.data.pairs import load_preferences, pairs_of
 from tunesmith.collect.data.rows import BadRows
 from tunesmith.collect.statistics.intervals import proportion_interval
@@ -80,7 +80,7 @@ def vote_on_stored(
     for start in range(0, len(wanted), _PORTION):
         some = wanted[start : start + _PORTION]
         texts = [PairText(pair.prompt, *pair.answers, f"pair {pair.id}") for pair in some]
-        verdicts = judge.preferences(texts)
+        verdicts = _judged(judge, texts, lambda num, start=start: progress(start + num))
         unjudged += [one for one in verdicts if isinstance(one, Unjudged)]
         if not found:
             check_answered(verdicts)
@@ -102,25 +102,33 @@ def vote_on_stored(
     return Judged(len(wanted), len(found), _num_ties(found), agreement, unjudged=said, **figures)
 
 
-def compare_with_people(
-    judge: Judge, source: str, *, limit: int | None = None, seed: int = 0, skip_bad: bool = False
-) -> Judged:
-    """The judge's agreement with the preferences of a file of pairs; of more than `limit`, on a random sample.
+def decided_pairs_of(source: str, *, limit: int | None = None, seed: int = 0, skip_bad: bool = False) -> list[Pair]:
+    """The pairs of a file of which one answer is preferred; of more than `limit`, a random sample.
 
-    It is kept beside the judge's answers, and from then on stands beside the figures that the judge makes. Raises
-    DataError if no pair is decided, InputError for a judge that answers nothing at all.
+    Raises:
+        DataError: there is none.
     """
     rows = load_preferences(source, PairsSection(source=source, skip_bad=skip_bad), BadRows(skip=skip_bad))
     pairs = [pair for row in rows for pair in pairs_of(row) if not pair.tie and pair.chosen != pair.rejected]
     if not pairs:
         raise DataError(f"{source} has no pair of which one answer is preferred; give pairs that are no ties")
-    order = permutation(seed, 0, len(pairs))[: limit or len(pairs)]
-    chosen = [pairs[index] for index in order]
+    return [pairs[index] for index in permutation(seed, 0, len(pairs))[: limit or len(pairs)]]
+
+
+def compare_with_people(
+    judge: Judge, source: str, chosen: Sequence[Pair], *, progress: Callable[[int], None]
+) -> Judged:
+    """The judge's agreement with the preferences of pairs, which are `decided_pairs_of` the source.
+
+    It is kept beside the judge's answers, and from then on stands beside the figures that the judge makes. Raises
+    InputError for a judge that answers nothing at all.
+    """
     texts = [
         PairText(pair.prompt.content, plain_text(pair.chosen), plain_text(pair.rejected), pair.prompt.id)
         for pair in chosen
     ]
-    verdicts = judge.preferences(texts)
+    verdicts = _judged(judge, texts, progress)
+    progress(len(texts))
     unjudged = [one for one in verdicts if isinstance(one, Unjudged)]
     check_answered(verdicts)
     found = [(text, one) for text, one in zip(texts, verdicts, strict=True) if isinstance(one, PairVerdict)]
@@ -132,6 +140,24 @@ def compare_with_people(
     return Judged(
         len(chosen), len(found), _num_ties(found), agreement, unjudged=said_of(unjudged, len(chosen)), **figures
     )
+
+
+def _judged(judge: Judge, texts: Sequence[PairText], progress: Callable[[int], None]) -> list[PairVerdict | Unjudged]:
+    """The verdicts. `progress` is called with the number of pairs whose two questions were answered, about: questions
+    that are asked again count once more, and those that were answered before not at all.
+    """
+    num_answers = 0
+
+    def answered(num: int) -> None:
+        nonlocal num_answers
+        num_answers += num
+        progress(min(num_answers // 2, len(texts) - 1))
+
+    judge.on_answers = answered
+    try:
+        return judge.preferences(texts)
+    finally:
+        judge.on_answers = None
 
 
 def machine_agreement(
