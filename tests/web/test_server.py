@@ -178,7 +178,9 @@ def test_a_taken_port_and_an_open_address_are_refused(tmp_path, capsys, own_logg
     for flags in (["--scopes", "admin"], ["--new-key", "k", "--scopes", "generate,all"]):
         assert main(["serve", "--dir", str(tmp_path), *flags]) == 2
         assert "--scopes is" in capsys.readouterr().err
-    assert main(["serve", "--dir", str(tmp_path), "--guidelines", str(tmp_path)]) == 2
+    assert main(["serve", "--dir", str(tmp_path / "new"), "--guidelines", str(tmp_path / "none.md")]) == 2
+    assert "none.md cannot be read: No such file or directory" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists(), "nothing is made before all flags are read"
     long = tmp_path / "long.md"
     long.write_text("Be kind. " * 10_000)
     capsys.readouterr()

@@ -129,6 +129,7 @@ def serve(words: Sequence[str]) -> None:
         from tunesmith.collect.data.vote_imports import read_items
 
         items = read_items(options.pairs)  # all of them, before anything is stored
+    guidelines = None if options.guidelines is None else _text(options.guidelines)
     settings = ServerSettings(
         options.dir.expanduser(),
         options.host,
@@ -162,7 +163,7 @@ def serve(words: Sequence[str]) -> None:
 
         server.serve(
             settings,
-            adjust=lambda campaign: _adjusted(campaign, options),
+            adjust=lambda campaign: _adjusted(campaign, options, guidelines),
             is_exposed=options.login,
             fill=fill,
             announce=lambda opened: _say_vote(
@@ -215,10 +216,10 @@ _FORMER_UNDO_S = 300.0
 """The default of campaigns that were made when a vote could be changed for five minutes only."""
 
 
-def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignSettings":
+def _adjusted(campaign: "CampaignSettings", options: ServeOptions, guidelines: str | None) -> "CampaignSettings":
     """The campaign with what the flags say; what they do not say stays as it was at the last start."""
     given = {
-        "guidelines": None if options.guidelines is None else _text(options.guidelines),
+        "guidelines": guidelines,
         "overlap": options.overlap,
         "gold_share": options.gold_share,
         "max_votes_per_rater": options.max_votes,
@@ -235,8 +236,10 @@ def _text(path: Path) -> str:
 
     try:
         text = path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--guidelines {path} cannot be read as text: {error}") from None
+    except OSError as error:
+        raise InputError(f"--guidelines {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"--guidelines {path} is no text in UTF-8: {error}") from None
     if len(text) > MAX_CHARACTERS:
         raise InputError(f"--guidelines {path} has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed")
     return text
