@@ -255,7 +255,7 @@ def _say_vote(opened: "Opened", votes_place: str, output: Output, *, has_api: bo
             output.say(f"key      {opened.key}\n         it is not stored; keep it")
         else:
             output.say("key      as before; --new-key makes another")
-    output.say("Ctrl-C ends the server; what is not answered yet stays for the next start.")
+    output.say("Ctrl-C ends the server; pairs that are not judged yet stay for the next start.")
     api = {"api": f"{opened.url}/v1", "key": opened.key or None} if has_api else {}
     output.finish({**_addresses(opened, ""), "votes": votes_place, **api})
 
