@@ -110,6 +110,51 @@ def test_the_final_weights_are_the_mean_of_those_after_the_last_steps(tmp_path: 
     assert all(torch.equal(saved[name], own[name]) for name in saved)
 
 
+@pytest.mark.parametrize(
+    ("num_made", "num_steps", "expected"),
+    [
+        (4, 4, 3.0),  # no step is left, and the mean has not begun: the last weights stay
+        (4, 6, 4.5),  # it was to begin a step ago
+        (6, 6, 5.0),
+        (7, 8, 6.0),  # it goes on
+        (7, 10, 7.0),
+        (10, 10, 7.0),
+        (8, 12, 9.5),  # those that it has are too early
+        (10, 20, 14.5),
+    ],
+)
+def test_a_mean_is_of_last_steps_alone_when_their_number_changes(
+    num_made: int, num_steps: int, expected: float
+) -> None:
+    """After `num_made` of ten steps a run goes on to `num_steps`; the weights after step i are i."""
+    model = torch.nn.Linear(1, 1, bias=False)
+
+    def mean_after(average: TailAverage | None, steps: range) -> float:
+        assert average is not None
+        with torch.no_grad():
+            for index in steps:
+                model.weight.fill_(index)
+                average.follow(index)
+            with average.written():
+                return model.weight.item()
+
+    before, after = (TailAverage.of_run(model, 0.5, number) for number in (10, num_steps))
+    mean_after(before, range(num_made))
+    assert before is not None and after is not None
+    after.load_state_dict(before.state_dict())
+    assert mean_after(after, range(num_made, num_steps)) == pytest.approx(expected)
+    after.write()
+    assert model.weight.item() == pytest.approx(expected)
+
+
+def test_a_run_that_goes_on_to_fewer_steps_keeps_what_it_has_learnt(tmp_path: Path) -> None:
+    """A mean that had not begun was written as the weights that the run began with."""
+    assert forked(train, "expert", tmp_path, fault="log/metrics:kill:4") == -9
+    ended = go_on(the_run(tmp_path), **{"run.steps": 2})
+    final = AutoModelForSequenceClassification.from_pretrained(ended / "final")
+    assert final.score.weight.detach().abs().sum() > 0
+
+
 def test_a_mean_begins_with_the_last_step_at_the_latest() -> None:
     model = torch.nn.Linear(2, 1)
     assert TailAverage.of_run(model, None, 10) is None
