@@ -265,7 +265,8 @@ class DPOTask:
         rows = Rows(fmean(len(a.prompt_ids) for a in used), completion, max(1, round(len(used) / len(prompts))))
         each, is_kto = rows.tokens(len(used)) / len(train), section.loss == "kto"
         num_scored = section.needs_reference * (2 if is_kto else 1)  # KTO also scores mismatched completions
-        trained = min(section.pairs_per_step, len(train)) * each
+        num_pairs = min(section.pairs_per_step, len(train))
+        trained, micro = num_pairs * each, min(section.micro_batch_size, num_pairs)
         measured = rows.tokens(len(heldout))
         return training_estimate(
             self.loaded.model,
@@ -276,8 +277,8 @@ class DPOTask:
                 Work(scored=measured * (1 + num_scored * self.is_live + is_kto)),
                 preparation=Work(scored=(rows.tokens(len(used)) + measured) * num_scored * (not self.is_live)),
             ),
-            micro_tokens=section.micro_batch_size * each,
-            logit_tokens=2 * section.micro_batch_size * completion * len(used) / len(train),
+            micro_tokens=micro * each,
+            logit_tokens=2 * micro * completion * len(used) / len(train),
             holds_reference=self.is_live,
         )
 

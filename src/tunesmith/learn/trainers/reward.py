@@ -313,10 +313,13 @@ class RewardTask:
         heldout = {ids for item in (*self.data.heldout, *self.data.elsewhere.items) for ids in item.sequences}
         num_corrected = min(_MOST_KNOWN, len(distinct)) if self.corrects else 0
         evaluation = Work(scored=rows.tokens(len(heldout) + num_corrected))
-        step = Work(trained=min(section.pairs_per_step, len(train)) * each, updates=1)
+        num_pairs = min(section.pairs_per_step, len(train))
+        step = Work(trained=num_pairs * each, updates=1)
         judging = evaluation if self.cfg.evaluation.judge else Work()
         work = RunWork(rows, step, evaluation, once=judging)
-        return training_estimate(self.model.model, self.cfg, work, micro_tokens=section.micro_batch_size * each)
+        return training_estimate(
+            self.model.model, self.cfg, work, micro_tokens=min(section.micro_batch_size, num_pairs) * each
+        )
 
     def batch(self, index: int) -> list[EncodedPreference]:
         """The pairs of step `index` (from 0), those of one prompt together: shared completions are scored once."""
