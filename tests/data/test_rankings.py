@@ -68,6 +68,7 @@ def test_rankings_are_read_from_every_format(tmp_path: Path):
         ({"ranks": [1, 2]}, "`ranks` has 2 numbers for 3 completions"),
         ({"ranks": [1, 2, "3"]}, "`ranks` holds text; give finite numbers"),
         ({"scores": [1, 2, float("nan")]}, "`scores` holds nan"),
+        ({"scores": [1, 2, 10**400]}, "`scores` holds an integer of too many digits"),
         ({"scores": 3}, "`scores` is a number; give one number for each completion"),
         ({"scores": [1, 2, 3], "ranks": [1, 2, 3]}, "both `ranks` and `scores` are given; keep one"),
     ],

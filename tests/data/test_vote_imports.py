@@ -314,6 +314,8 @@ MALFORMED: dict[str, tuple[int, list[tuple[Callable[[dict[str, Any]], object], s
         (_with("gone", "trace_id"), "no log with `trace_id` 'gone'"),
         (_with(11, "value"), "from -10 to 10"),
         (_with(-10.5, "value"), "from -10 to 10"),
+        (_with(10**400, "value"), "`value` is an integer of too many digits; give true, false or a finite number"),
+        (_with(10**400, "created_at"), "is an integer of too many digits"),
         (_with("good", "value"), "give true, false or a number"),
         (_with(None, "value"), "`value` is null"),
         (_with([], "value"), "`value` is a list"),

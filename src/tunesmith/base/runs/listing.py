@@ -268,7 +268,10 @@ def number(value: object) -> float | None:
     """`value` as a finite float; None for anything else, booleans included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float holds
+        return None
 
 
 @dataclass(frozen=True, slots=True)

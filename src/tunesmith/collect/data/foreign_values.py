@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import math
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from tunesmith.base.schema.records import Message, Text
-from tunesmith.collect.data.rows import Row, RowError, as_content, kind_of
+from tunesmith.collect.data.rows import Row, RowError, as_content, finite_number, kind_of, number_shown
 from tunesmith.collect.data.vote_values import mapping_of, rater_of, time_of
 from tunesmith.collect.store.content import MAX_NAME, encode_json
 from tunesmith.collect.store.records import (
@@ -246,9 +245,9 @@ def number_of(value: object, name: str) -> bool | float:
             value = float(word)
         except ValueError:
             raise RowError(f"`{name}` is {value[:40]!r}; give true, false or a number") from None
-    if not isinstance(value, bool | int | float) or not math.isfinite(value):
-        raise RowError(f"`{name}` is {kind_of(value)}; give true, false or a finite number", "wrong type")
-    return value
+    if not isinstance(value, bool) and finite_number(value) is None:
+        raise RowError(f"`{name}` is {number_shown(value)}; give true, false or a finite number", "wrong type")
+    return cast(bool | float, value)
 
 
 def compared(

@@ -6,7 +6,6 @@ Where `chosen` and `rejected` hold the whole exchange, the prompt is what they h
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,16 @@ from tunesmith.base.config.sections import PairsSection
 from tunesmith.base.core.errors import DataError
 from tunesmith.base.schema.records import Judgement, Message, Pair, Ranking, Text
 from tunesmith.collect.data.prompts import content_of, missing_column, prompt_column, prompt_record
-from tunesmith.collect.data.rows import BadRows, Row, RowError, as_completion, kind_of, without_prompt
+from tunesmith.collect.data.rows import (
+    BadRows,
+    Row,
+    RowError,
+    as_completion,
+    finite_number,
+    kind_of,
+    number_shown,
+    without_prompt,
+)
 from tunesmith.collect.data.sources import parse_rows
 
 _MARK = re.compile(r"\n\n(Human|Assistant):")
@@ -101,6 +109,9 @@ COMPLETIONS = "completions"
 LABEL = "label"
 """Column that makes a row a completion judged alone."""
 
+_LARGEST_MARGIN = 1e18
+"""As of a reward: sums of such numbers are finite in float32."""
+
 _LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
@@ -166,11 +177,11 @@ def _numbers(values: object, name: str, num_completions: int) -> list[float]:
     numbers = cast(Sequence[object], values)
     if len(numbers) != num_completions:
         raise RowError(f"`{name}` has {len(numbers)} numbers for {num_completions} completions", "bad value")
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            found = number if isinstance(number, float) else kind_of(number)
-            raise RowError(f"`{name}` holds {found}; give finite numbers", "wrong type")
-    return [float(cast(float, number)) for number in numbers]
+    found = [finite_number(number) for number in numbers]
+    if None in found:
+        shown = number_shown(numbers[found.index(None)])
+        raise RowError(f"`{name}` holds {shown}; give finite numbers", "wrong type")
+    return [number for number in found if number is not None]
 
 
 PreferenceLike = Mapping[str, object] | Pair | Ranking
@@ -309,14 +320,16 @@ def _margin(value: object, tie: bool) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RowError(f"`margin` is {kind_of(value)}; give a number, in units of reward, or null", "wrong type")
-    if not math.isfinite(value) or value < 0:
+    number = finite_number(value)
+    if number is None or not 0 <= number <= _LARGEST_MARGIN:
         raise RowError(
-            f"`margin` is {value}; it must be finite and at least 0 (the better completion belongs in `chosen`)",
+            f"`margin` is {number_shown(value) if number is None else value}; it must be from 0 to "
+            f"{_LARGEST_MARGIN:g} (the better completion belongs in `chosen`)",
             "bad value",
         )
     if tie and value:
         raise RowError(f"`margin` is {value} but `tie` is true; a tie has no margin", "bad value")
-    return float(value)
+    return number
 
 
 def as_judgement(row: Row) -> Judgement:
@@ -336,6 +349,6 @@ def as_judgement(row: Row) -> Judgement:
     value = columns[LABEL]
     label = _LABELS.get(str(value).strip().lower())
     if label is None:
-        found = repr(value) if isinstance(value, str | int | float) else kind_of(value)
+        found = repr(value)[:40] if isinstance(value, str | int | float) else kind_of(value)
         raise RowError(f"`{LABEL}` is {found}; give true for a wanted completion, or false", "wrong type")
     return Judgement(prompt_record(row, prompt, named, source, LABEL), named["completion"], label)

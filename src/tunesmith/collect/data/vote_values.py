@@ -2,7 +2,6 @@
 the column, never an absence: a vote without its rater or its mark would count as another vote.
 """
 
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from datetime import datetime
 from typing import cast
 
 from tunesmith.base.core.errors import DataError
-from tunesmith.collect.data.rows import RowError, kind_of
+from tunesmith.collect.data.rows import RowError, finite_number, kind_of, number_shown
 from tunesmith.collect.store.content import check_name
 from tunesmith.collect.store.records import PREFERENCE_NAMES, PreferenceName, Side
 
@@ -146,10 +145,11 @@ def _number(value: object, name: str, advice: str) -> float | None:
         return None
     if isinstance(value, str) and _is_number(value):
         value = float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        shown = repr(value[:40]) if isinstance(value, str) else value if isinstance(value, float) else kind_of(value)
+    number = finite_number(value)
+    if number is None:
+        shown = repr(value[:40]) if isinstance(value, str) else number_shown(value)
         raise RowError(f"`{name}` is {shown}; {advice}", "wrong type")
-    return float(value)
+    return number
 
 
 def _is_number(text: str) -> bool:
