@@ -105,6 +105,20 @@ def test_a_source_of_which_nothing_is_left_is_said(tmp_path: Path, caplog: pytes
         sets_of(sources=[rare], heldout_fraction=0.0)
 
 
+def test_sources_of_which_only_ties_are_left_are_refused(tmp_path: Path) -> None:
+    """The weights left none but ties, and the model learnt that everything is equal; figures of a source of ties to
+    evaluate on were left out without a word.
+    """
+    trained = {"name": "mine", "source": written(tmp_path / "a.jsonl", 40), "weight": 1e-9}
+    rows = [{"prompt": f"tie {i}", "chosen": "good", "rejected": "fine", "tie": True} for i in range(4)]
+    (tmp_path / "ties.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ties = {"name": "ties", "source": str(tmp_path / "ties.jsonl")}
+    with pytest.raises(DataError, match=r"all 4 rows to train on are ties.* one completion is better"):
+        sets_of(sources=[trained, ties], heldout_fraction=0.0)
+    with pytest.raises(DataError, match=r"ties\.jsonl: all pairs left .* are ties.*leave ties out"):
+        sets_of(source=trained["source"], heldout_sources=[ties], heldout_fraction=0.0)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

@@ -112,7 +112,8 @@ def elsewhere(
     """The pairs of `sources`, without those of prompts that `trained` has.
 
     Raises:
-        DataError: a source cannot be read, has bad rows and not `skips` them, or has no prompt that is not trained on.
+        DataError: a source cannot be read, has bad rows and not `skips` them, or has no decided pair of a prompt that
+            is not trained on.
     """
     keys = {prompt_key(row) for row in trained} if sources else set[str]()
     items: list[EncodedPreference] = []
@@ -128,8 +129,14 @@ def elsewhere(
             )
         if len(unseen) < len(rows):
             _log.info("%s: %d rows are left out, whose prompts are trained on", one.name, len(rows) - len(unseen))
-        items += as_pairs(encode(unseen, bad))
+        encoded = as_pairs(encode(unseen, bad))
         bad.check()
         bad.finish()
+        if not any(item.decided for item in encoded):
+            raise DataError(
+                f"{one.source}: all pairs left to evaluate on are ties, of which none can be right; leave {one.name} "
+                "out of pairs.heldout_sources, or name another source"
+            )
+        items += encoded
         prompts |= {row.prompt.id: prompt_key(row) for row in unseen}
     return Elsewhere(items, prompts)

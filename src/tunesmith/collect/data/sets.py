@@ -353,11 +353,7 @@ def preference_sets(
     encoded, rows = sides.encoded(encoded_rows), sides.rows
     facts = sides.facts(rows)
     _check_not_empty(encoded.train, "pairs", encoded.heldout)
-    if not any(item.decided for item in encoded.train):
-        raise DataError(
-            f"all {len(encoded.train)} rows to train on are ties, from which a reward model learns that everything is "
-            "equal; give rows of which one completion is better" + _held_out(encoded.heldout, "pairs")
-        )
+    _check_decided(encoded.train, encoded.heldout)
     of_train, of_heldout = ({item.prompt.id: prompt_key(item) for item in side} for side in (rows.train, rows.heldout))
     train, heldout = (side if is_listwise else as_pairs(side) for side in (encoded.train, encoded.heldout))
     others = elsewhere(mix.heldout_sources, load, encoded_rows, rows.train, skips=section.skip_bad, seed=seed)
@@ -372,7 +368,7 @@ def _drawn(sets: PreferenceSets, mix: MixedPairsSection, seed: int) -> Preferenc
     if all(one.weight == 1 for one in mix.sources):
         return sets
     drawn = mixed(sets.train, mix.sources, sets.train_prompts, seed)
-    _check_not_empty(drawn.items, "pairs")
+    _check_decided(drawn.items, sets.heldout)
     return replace(sets, train=drawn.items, repeats=drawn.repeats)
 
 
@@ -469,6 +465,14 @@ def _first_prompts(rows: Sequence[Judgement | Pair | Ranking | Demonstration]) -
 def _check_not_empty(train: Sequence[object], name: str, heldout: Sequence[object] = ()) -> None:
     if not train:
         raise DataError(f"no {name} are left to train on; give more rows" + _held_out(heldout, name))
+
+
+def _check_decided(train: Sequence[EncodedPreference], heldout: Sequence[EncodedPreference]) -> None:
+    if not any(item.decided for item in train):
+        raise DataError(
+            f"all {len(train)} rows to train on are ties, from which a reward model learns that everything is equal; "
+            "give rows of which one completion is better" + _held_out(heldout, "pairs")
+        )
 
 
 def _held_out(heldout: Sequence[object], name: str) -> str:
