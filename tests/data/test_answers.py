@@ -167,6 +167,12 @@ def test_cut_at_both_ends_completions_keep_their_beginnings_and_the_prompt_its_e
         assert sum(map(len, answer.between)) == len(answer.completion_ids) - 1
 
 
+def test_a_limit_of_one_token_is_told_to_be_raised() -> None:
+    """It said that the answer has 1 token, and to set what was set."""
+    with pytest.raises(RowError, match=r"`chosen` has 3 tokens .* the limit is 1 .*; shorten the row, raise it to 2"):
+        fitting([Answer((1, 2), (3, 4, 5))], ["chosen"], TokenLimit(1, "both"))
+
+
 def test_a_batch_holds_each_answer_once_with_those_of_a_prompt_side_by_side() -> None:
     answers = [Answer((1, 2), (3,)), Answer((1,), (4, 5)), Answer((1, 2), (6, 7, 8)), Answer((9,), (9,))]
     batch = collate_answers(answers, [2, 1, 0, 2])

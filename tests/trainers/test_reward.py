@@ -113,6 +113,14 @@ def test_margins_count_only_when_asked_for(tmp_path: Path) -> None:
     assert loss("column") > loss("none") + 1
 
 
+def test_margins_that_no_pair_has_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = reward_recipe(tmp_path, reward_model={"margin": "column"})
+    Started(cfg, pairs=[replace(pair, margin=0.5) for pair in pairs(4)])
+    assert "no effect" not in caplog.text
+    Started(cfg, pairs=pairs(4))
+    assert "no pair to train on has a margin above 0, so that it has no effect" in caplog.text
+
+
 def test_held_out_pairs_may_be_given_and_no_pairs_at_all_are_an_error(tmp_path: Path) -> None:
     state = Started(reward_recipe(tmp_path), pairs=pairs(8), heldout_pairs=pairs(3))
     assert (len(state.data.train), len(state.data.heldout)) == (8, 3)

@@ -230,13 +230,14 @@ def fitting(answers: Sequence[Answer], names: Sequence[str], limit: TokenLimit) 
         one = replace(answer, prompt_ids=answer.prompt_ids[-kept:])
         if limit.truncate == "both":
             one = one.begun(max(1, limit.max_tokens - kept))
-        num_completion = len(one.completion_ids)
-        num_tokens = len(one.prompt_ids) + num_completion
+        num_completion = len(answer.completion_ids)
+        num_tokens = len(one.prompt_ids) + len(one.completion_ids)
         if num_tokens > limit.max_tokens and limit.truncate != "none":
+            remedy = "raise it to 2 or more" if limit.truncate == "both" else "or set `pairs.truncate: both`"
             raise RowError(
                 f"too long: `{name}` has {num_completion} tokens without its prompt, of which one must be left, and "
                 f"the limit is {limit.max_tokens} (`pairs.max_tokens`, or the model's context if that is less); "
-                "shorten the row, or set `pairs.truncate: both`",
+                f"shorten the row, {remedy}",
                 "too long",
             )
         if num_tokens > limit.max_tokens:

@@ -261,6 +261,11 @@ class RewardTask:
             weigh=self.raters,
         )
         section, source_of = cfg.reward_model, self.data.source_of
+        if section.margin == "column" and not any(item.margin for item in self.data.train):
+            _log.warning(
+                "reward_model.margin is column, but no pair to train on has a margin above 0, so that it has no "
+                "effect; give the rows a column `margin`, or leave the setting out"
+            )
         if section.length == "balanced":
             self.data = replace(self.data, train=balanced(self.data.train, source_of))
         elif section.length == "expert":
