@@ -13,8 +13,9 @@ from recipes import PROMPTS, Started, dpo_recipe, pairs, training
 from transformers import AutoModelForCausalLM
 
 from tunesmith.base.core.errors import DataError, RunError
-from tunesmith.base.schema.records import Judgement, Pair, Prompt
+from tunesmith.base.schema.records import Judgement, Message, Pair, Prompt
 from tunesmith.collect.data.answers import AnswerLabel, AnswerPair
+from tunesmith.engine.models.tiny import byte_tokenizer
 from tunesmith.learn.trainers import dpo
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -254,6 +255,26 @@ def test_the_replies_between_the_turns_of_a_completion_have_no_share_in_its_log_
     assert {len(answer.between) for answer in state.data.answers} == {0, 1}
     num_said = sum(answer.num_said for answer in state.data.answers)
     assert state.step(state.data.train).metrics["num_tokens"] == num_said
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_answers_may_be_cut_behind_any_token(loss: str, tmp_path: Path) -> None:
+    """Several turns, cut behind the token that opens one: the run was refused, as if answers ended with that token."""
+
+    def turns(text: str) -> tuple[Message, ...]:
+        said: Message = {"role": "assistant", "content": text}
+        return said, {"role": "user", "content": "more"}, {"role": "assistant", "content": "y" * 60}
+
+    questions: list[Message] = [{"role": "user", "content": "a question " * 9 + str(i)} for i in range(40)]
+    rows = [
+        Pair(Prompt(f"p{i}", (question,)), turns("A" + "x" * i), turns("B" + "x" * i))
+        for i, question in enumerate(questions)
+    ]
+    limit = {"max_tokens": 100, "truncate": "both", "heldout_fraction": 0.0}
+    cfg = dpo_recipe(tmp_path, pairs=limit, dpo={"loss": loss}, run={"steps": 1})
+    ends = {one.ids[-1] for one in Started(cfg, pairs=rows).data.learnt}
+    assert byte_tokenizer().convert_tokens_to_ids("<|im_start|>") in ends
+    assert math.isfinite(training(cfg, pairs=rows).metrics[-1]["loss"])
 
 
 def test_conversations_are_learnt_behind_the_opening_of_the_assistants_turn(tmp_path: Path) -> None:

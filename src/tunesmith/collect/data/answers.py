@@ -23,17 +23,19 @@ class Answer:
     """A prompt and one completion of it, which ends with the end-of-sequence token.
 
     Example: prompt `Hi` and completion `a` give `prompt_ids=(72,)`, `completion_ids=(97, 2)`. `between` are the ranges
-    of `completion_ids` that are not the model's, such as results of tools.
+    of `completion_ids` that are not the model's, such as results of tools. `is_cut`: the end was cut off.
     """
 
     prompt_ids: TokenIds
     completion_ids: TokenIds
     between: tuple[range, ...] = ()
+    is_cut: bool = field(default=False, repr=False, compare=False)
 
     def begun(self, num_tokens: int) -> "Answer":
         """The answer with the first `num_tokens` tokens of its completion."""
         between = (range(one.start, min(one.stop, num_tokens)) for one in self.between if one.start < num_tokens)
-        return Answer(self.prompt_ids, self.completion_ids[:num_tokens], tuple(between))
+        is_cut = self.is_cut or num_tokens < len(self.completion_ids)
+        return Answer(self.prompt_ids, self.completion_ids[:num_tokens], tuple(between), is_cut)
 
     @property
     def num_said(self) -> int:

@@ -201,7 +201,7 @@ class DirectSets(Sets[Unit]):
         for unit in self.train:
             for one in (self.answers[place] for place in unit.answers):
                 ids = one.prompt_ids + one.completion_ids
-                yield LearntSequence(unit.prompt_id, ids, (range(len(one.prompt_ids), len(ids)),))
+                yield LearntSequence(unit.prompt_id, ids, (range(len(one.prompt_ids), len(ids)),), one.is_cut)
 
 
 @dataclass(frozen=True, slots=True)
