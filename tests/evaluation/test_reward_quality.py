@@ -61,6 +61,14 @@ def test_every_figure_equals_what_its_definition_gives_by_hand() -> None:
     assert found.accuracy_low < found.accuracy < found.accuracy_high
 
 
+@pytest.mark.filterwarnings("error")
+def test_margins_of_any_size_have_figures_without_a_warning() -> None:
+    """NumPy's warning of an overflow stood on the terminal."""
+    pairs = [DecidedPair(str(i), (1, 2), (1, 3)) for i in range(2)]
+    found = quality(np.array([-1e30, 800.0]), pairs)
+    assert (found.brier, found.accuracy, found.log_loss) == (0.5, 0.5, 5e29)
+
+
 def test_calibration_bins_hold_every_pair_and_their_error_is_the_weighted_gap() -> None:
     confidence_N, hit_N = np.array([0.5, 0.54, 0.8, 1.0]), np.array([1.0, 0.0, 1.0, 1.0])
     bins = reliability(confidence_N, hit_N, num_bins=5)

@@ -12,8 +12,9 @@ from recipes import Started, grpo_recipe, pairs, ppo_recipe, reward_recipe, trai
 from transformers import AutoModelForSequenceClassification
 
 from tunesmith.base.config.algorithms.reward import HeadsSection
+from tunesmith.base.config.load import load_recipe
 from tunesmith.base.config.sections import ModelSection
-from tunesmith.base.core.errors import ModelError
+from tunesmith.base.core.errors import ConfigError, ModelError, TrainingError
 from tunesmith.base.schema.records import Pair, Prompt
 from tunesmith.engine.models.load import load_reward_model, new_reward_model
 
@@ -159,6 +160,17 @@ def test_damaged_facts_of_the_heads_are_refused(reward_run: Path, tmp_path: Path
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"tunesmith_reward_heads in config\.json is damaged"):
         load_reward_model(str(folder))
+
+
+@pytest.mark.parametrize("section", [{"heads": {"count": 3}}, {"length": "post_hoc"}])
+def test_a_training_that_diverged_is_said_to_have(section: dict[str, Any], tmp_path: Path) -> None:
+    """The run ended with `... in config.json is damaged or that of another model; get the model again`."""
+    state = Started(reward_recipe(tmp_path, reward_model=section), pairs=pairs(8))
+    torch.nn.init.constant_(state.model.model.score.weight, float("nan"))
+    with pytest.raises(TrainingError, match=r"of \d+ answers are not finite.* has diverged; lower optimizer"):
+        state.task.measure(state.learner, "after")
+    with pytest.raises(ConfigError, match="less than or equal to 1000"):
+        load_recipe("reward", overrides={"reward_model.heads.prior_scale": 1e300})
 
 
 @pytest.mark.parametrize("place", ["log/metrics:kill:7", "update/optimizer:kill:5"])

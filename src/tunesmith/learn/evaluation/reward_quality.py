@@ -286,7 +286,7 @@ def quality(
     longer_N = np.array([len(pair.better_ids) - len(pair.worse_ids) for pair in pairs], dtype=np.float64)
     hit_N, prompts = _hits(margin_N), [pair.prompt for pair in pairs]
     low, high = proportion_interval(hit_N.tolist(), prompts)
-    probability_N = (1 / (1 + np.exp(-margin_NK))).mean(axis=1)
+    probability_N = np.exp(-np.logaddexp(0, -margin_NK)).mean(axis=1)
     num_heads = margin_NK.shape[1]
     confidence_N = np.maximum(probability_N, 1 - probability_N)
     bins = reliability(confidence_N, hit_N, num_bins)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tunesmith.base.config.algorithms.reward import CommitteeSection, RewardRecipe, RewardTrainerSection
-from tunesmith.base.core.errors import ConfigError
+from tunesmith.base.core.errors import ConfigError, TrainingError
 from tunesmith.base.core.log import get_logger
 from tunesmith.base.core.seeds import Groups, derive, items_at, permutation, steps_of_epochs
 from tunesmith.base.core.trace import span
@@ -221,7 +221,7 @@ class Reward:
             some |= {ids: (length, prompt) for ids, length in lengths}
             if len(some) >= _MOST_KNOWN:
                 break
-        reward_NK = head_rewards(self.model, list(some), micro_batch_size=self.cfg.micro_batch_size)
+        reward_NK = self.finite_rewards(list(some))
         lengths, prompts = zip(*some.values(), strict=True)
         self.model.length_trend = LengthTrend.fitted(reward_NK.mean(-1).numpy(), lengths, prompts)
 
@@ -229,8 +229,21 @@ class Reward:
         """Keep what several heads say of the answers of some of `items`, one at least."""
         order = permutation(derive(self.seed, "known"), 0, len(items))
         answers = dict.fromkeys(ids for place in order for ids in items[place].sequences)
-        some = list(itertools.islice(answers, _MOST_KNOWN))
-        self.model.know(head_rewards(self.model, some, micro_batch_size=self.cfg.micro_batch_size))
+        self.model.know(self.finite_rewards(list(itertools.islice(answers, _MOST_KNOWN))))
+
+    def finite_rewards(self, sequences: Sequence[TokenIds]) -> torch.Tensor:
+        """The reward that each head gives to each sequence, float64 of shape [N, K] on the CPU.
+
+        Raises:
+            TrainingError: some are not finite.
+        """
+        reward_NK = head_rewards(self.model, sequences, micro_batch_size=self.cfg.micro_batch_size)
+        if num_wrong := int((~reward_NK.isfinite()).any(dim=-1).sum()):
+            raise TrainingError(
+                f"the rewards of {num_wrong} of {len(sequences)} answers are not finite, so the training has diverged; "
+                "lower optimizer.learning_rate and start a new run"
+            )
+        return reward_NK
 
     def export(self, folder: Path, card: ModelCard) -> Path:
         """Write the reward model to `folder` in the Hugging Face layout."""

@@ -32,7 +32,7 @@ class HeadsSection(Section):
     bootstrap: Literal["prompts", "pairs", "none"] = "prompts"
     """What each head draws with replacement, as weights from a Poisson distribution with mean 1: prompts with all their
     pairs, or pairs; `none`: heads differ by their random beginning alone."""
-    prior_scale: NonNegative = 1.0
+    prior_scale: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """Size of the random part that each head begins with, whose mean over the heads is 0: the standard deviation of its
     weights times the root of their number. It stays where no vote says otherwise (Osband et al. 2018, arXiv
     1806.03335)."""
