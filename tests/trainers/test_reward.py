@@ -15,7 +15,7 @@ from tunesmith.base.core.errors import DataError
 from tunesmith.base.runs.folder import read_jsonl
 from tunesmith.engine.models.load import load_reward_model
 from tunesmith.learn.trainers.api import Inputs
-from tunesmith.learn.trainers.reward import RewardTask, hardly_learnt, no_better_than_chance
+from tunesmith.learn.trainers.reward import RewardTask
 
 
 def test_it_learns_which_text_was_preferred_on_prompts_it_has_not_seen(tmp_path: Path) -> None:
@@ -34,15 +34,9 @@ def test_a_model_that_is_no_better_than_chance_is_told(tmp_path: Path) -> None:
     }
     told = [row for row in read_jsonl(found["wrong"].run_dir / "findings.jsonl") if row["name"] == "chance"]
     assert f"right on 0% of {len(wrong)} held-out pairs" in told[0]["message"]
+    assert found["wrong"].summary["verdict"] == "no better than chance"
     assert not [row for row in read_jsonl(found["right"].run_dir / "findings.jsonl") if row["name"] == "chance"]
-
-
-@pytest.mark.parametrize(
-    ("share", "num_pairs", "is_told"),
-    [(0.43, 100, True), (0.54, 100, True), (0.56, 100, False), (0.52, 2500, False), (0.0, 19, False), (0.5, 20, True)],
-)
-def test_chance_is_a_standard_error_around_a_half_of_enough_pairs(share: float, num_pairs: int, is_told: bool) -> None:
-    assert bool(no_better_than_chance({"eval/accuracy": share, "eval/num_pairs": num_pairs})) == is_told
+    assert str(found["right"].summary["verdict"]).startswith("right on 100% of ")
 
 
 def test_a_model_that_has_hardly_learnt_is_told_with_what_to_change(tmp_path: Path) -> None:
@@ -56,16 +50,6 @@ def test_a_model_that_has_hardly_learnt_is_told_with_what_to_change(tmp_path: Pa
     assert told["name"] == "hardly_learnt"
     message = str(told["message"])
     assert "Raise optimizer.learning_rate" in message and "`pessimism`" in message
-
-
-@pytest.mark.parametrize(
-    ("deviation", "num_pairs", "is_told"), [(0.001, 100, True), (0.1, 100, False), (0.001, 19, False)]
-)
-def test_rewards_that_are_all_alike_are_those_of_a_model_that_has_hardly_learnt(
-    deviation: float, num_pairs: int, is_told: bool
-) -> None:
-    row = {"eval/std_reward": deviation, "eval/num_pairs": num_pairs}
-    assert bool(hardly_learnt(row, 10)) == is_told
 
 
 def test_the_final_folder_is_a_standard_classifier_with_the_same_rewards(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ from tunesmith.learn.algorithms.preference_loss import (
 from tunesmith.learn.algorithms.sums import Beside, merged
 from tunesmith.learn.evaluation.reward_quality import decided_pairs, head_rewards, judge
 from tunesmith.learn.evaluation.reward_sources import EvaluationFigures, Stats, decided_by_source, pairs_to_judge
+from tunesmith.learn.evaluation.reward_verdict import verdict
 from tunesmith.learn.trainers import setup
 from tunesmith.learn.trainers.api import Inputs, Metrics, StepResult
 from tunesmith.learn.trainers.averaging import TailAverage
@@ -72,13 +73,6 @@ from tunesmith.learn.trainers.work import Rows, RunWork, Work
 _MOST_KNOWN = 1024
 """Answers that the heads' spread on votes is measured on, at most, and about as many that the trend over length is
 fitted to: a quantile at 95 %, or four straight parts, need no more."""
-
-_FEWEST_JUDGED = 20
-"""Held-out pairs from which on a model is said to be no better than chance."""
-
-_ALIKE = 0.02
-"""Rewards of held-out answers with a smaller standard deviation are those of a model that has hardly been trained: one
-that is surely right on 55 % of pairs, and knows it, has some 0.14."""
 
 _log = get_logger(__name__)
 
@@ -383,18 +377,13 @@ class RewardTask:
 
     def summary(self, learner: Reward, session: Session) -> dict[str, object]:
         """The last training loss, and the figures on held-out pairs. `evaluation.judge` adds those of
-        `reward_quality.judge`, which are also written to `reward_quality.json`. A model that has hardly learnt, or is
-        no better than chance, is a finding.
+        `reward_quality.judge`, which are also written to `reward_quality.json`. A verdict that warns is a finding.
         """
-        last = session.metrics[-1]
-        if warning := hardly_learnt(last, len(session.metrics)):
-            session.find(Finding(len(session.metrics), "hardly_learnt", "warning", warning))
-        elif warning := no_better_than_chance(last):
-            session.find(Finding(len(session.metrics), "chance", "warning", warning))
+        last, num_steps = session.metrics[-1], len(session.metrics)
         names = ("loss", "accuracy", "eval/accuracy", "eval/margin", "eval/num_pairs", "eval/longer_wins")
         known, trend = learner.model.known, learner.model.length_trend
         figures = {
-            "steps": len(session.metrics),
+            "steps": num_steps,
             "num_pairs": len(self.data.train),
             "num_heldout_pairs": len(self.data.heldout),
             "num_ties": sum(not item.decided for item in (*self.data.train, *self.data.heldout)),
@@ -405,48 +394,17 @@ class RewardTask:
             **({} if trend is None else {"length_slope": trend.slope}),
         }
         heldout, elsewhere = pairs_to_judge(self.data)
-        if not self.cfg.evaluation.judge or not heldout:
-            return figures
-        size, train = self.cfg.reward_model.micro_batch_size, decided_pairs(self.data.train, {})
-        quality = judge(learner.model, heldout, train, elsewhere, micro_batch_size=size)
-        session.folder.write_json("reward_quality.json", quality.to_json())
-        names = ("accuracy", "accuracy_low", "accuracy_high", "tfidf", "longer_wins", "brier", "ece")
-        return {**figures, **{name: getattr(quality, name) for name in names}}
-
-
-def hardly_learnt(row: Mapping[str, float], num_steps: int) -> str:
-    """The message on a model whose rewards of held-out answers are all alike after `num_steps` steps; empty for others,
-    and where the answers are too few to say.
-    """
-    deviation, num_pairs = row.get("eval/std_reward"), row.get("eval/num_pairs", 0.0)
-    if deviation is None or num_pairs < _FEWEST_JUDGED or deviation >= _ALIKE:
-        return ""
-    spread = row.get("eval/margin_spread")
-    heads = (
-        ""
-        if spread is None
-        else f". Its heads differ by {spread:.2g} all the same, by the random parts that they began with, and "
-        "`pessimism` would follow these"
-    )
-    return (
-        f"the rewards of held-out answers are all alike (standard deviation {deviation:.2g}): the reward model has "
-        f"hardly learnt in {num_steps} steps. Raise optimizer.learning_rate and optimizer.head_learning_rate (1e-4 and "
-        f"1e-3 in the recipe reward_mix), or train for more steps{heads}"
-    )
-
-
-def no_better_than_chance(row: Mapping[str, float]) -> str:
-    """The message on a model that was right on no more of the held-out pairs than chance often is: at most a standard
-    error above a half of them; empty for a better one, and where they are too few to say.
-    """
-    share, num_pairs = row.get("eval/accuracy"), row.get("eval/num_pairs", 0.0)
-    if share is None or num_pairs < _FEWEST_JUDGED or share - 0.5 > 0.5 / math.sqrt(num_pairs):
-        return ""
-    return (
-        f"the reward model is right on {share:.0%} of {num_pairs:.0f} held-out pairs, no better than chance: a "
-        "policy that follows it learns what nobody prefers. Collect more votes, take pairs that differ in what you ask "
-        "about, or train on further sources (recipe reward_mix)"
-    )
+        quality = None
+        if self.cfg.evaluation.judge and heldout:
+            size, train = self.cfg.reward_model.micro_batch_size, decided_pairs(self.data.train, {})
+            quality = judge(learner.model, heldout, train, elsewhere, micro_batch_size=size)
+            session.folder.write_json("reward_quality.json", quality.to_json())
+            names = ("accuracy", "accuracy_low", "accuracy_high", "tfidf", "longer_wins", "brier", "ece")
+            figures |= {name: getattr(quality, name) for name in names}
+        found = verdict(last, num_steps, quality)
+        if found is not None and found.warning:
+            session.find(Finding(num_steps, found.name, "warning", found.warning))
+        return figures if found is None else {**figures, "verdict": found.text}
 
 
 def _check(cfg: RewardRecipe) -> None:
