@@ -33,7 +33,7 @@ def test_a_model_that_is_no_better_than_chance_is_told(tmp_path: Path) -> None:
         for name, heldout in {"wrong": wrong, "right": learnt}.items()
     }
     told = [row for row in read_jsonl(found["wrong"].run_dir / "findings.jsonl") if row["name"] == "chance"]
-    assert f"right on 0% of {len(wrong)} held-out pairs" in told[0]["message"]
+    assert f"right on 0% of {len(wrong)} held-out pairs" in str(told[0]["message"])
     assert found["wrong"].summary["verdict"] == "no better than chance"
     assert not [row for row in read_jsonl(found["right"].run_dir / "findings.jsonl") if row["name"] == "chance"]
     assert str(found["right"].summary["verdict"]).startswith("right on 100% of ")

@@ -153,11 +153,11 @@ def _judged(judge: Judge, texts: Sequence[PairText], progress: Callable[[int], N
         num_answers += num
         progress(min(num_answers // 2, len(texts) - 1))
 
-    judge.on_answers = answered
+    before, judge.on_answers = judge.on_answers, answered
     try:
         return judge.preferences(texts)
     finally:
-        judge.on_answers = None
+        judge.on_answers = before
 
 
 def machine_agreement(

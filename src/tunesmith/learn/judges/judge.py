@@ -125,17 +125,21 @@ class _Round:
         return why
 
 
+def _nothing(_: int) -> None:
+    """Tell nobody."""
+
+
 class Judge:
     """The judge of `settings`. Answers are kept in the file that they name, so that none is paid for twice.
 
     What fails is no exception but an `Unjudged` in the place of the verdict, and what was answered by then is kept:
     when the limit is reached or a server stays away, the same call later goes on where this one ended. Safe to call
-    from several threads. `on_answers`, if it is set, is called with the number of questions that were just answered.
+    from several threads. `on_answers` is called with the number of questions that were just answered.
     """
 
     def __init__(self, settings: JudgeSettings, asker: Asker) -> None:
         self.settings = settings
-        self.on_answers: Callable[[int], None] | None = None
+        self.on_answers: Callable[[int], object] = _nothing
         self.answers = Answers(Path(settings.answers).expanduser())
         self._asker = asker
         self._slots = threading.Semaphore(asker.num_threads)
@@ -288,8 +292,7 @@ class Judge:
                 done, futures = wait(futures, _SIGNALS_S, FIRST_COMPLETED)
                 for one in done:
                     found |= one.result()
-                    if self.on_answers is not None:
-                        self.on_answers(len(one.result()))
+                    self.on_answers(len(one.result()))
         finally:
             if futures:  # after an interrupt, or an error of ours
                 shared.stop.set()
