@@ -129,6 +129,7 @@ def test_sources_of_which_only_ties_are_left_are_refused(tmp_path: Path) -> None
             "several sources have the name 'a'",
         ),
         ({"sources": [{"name": "a/b", "source": "y"}]}, "name"),
+        ({"sources": [{"name": "a", "source": ""}]}, "at least 1 character"),
         ({"sources": [{"name": "a", "source": "y", "weight": 0}]}, "greater than 0"),
         ({"sources": [{"name": "a", "source": "y", "weight": 1e12}]}, "less than or equal to 1000"),
     ],

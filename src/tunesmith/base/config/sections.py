@@ -247,7 +247,7 @@ class PairsSource(Section):
 
     SHORTHAND = "source"
 
-    source: str
+    source: Annotated[str, Field(min_length=1)]
     """File, folder or hub id, as `pairs.source`."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
     """Name in metrics and in the report: letters, digits, `_`, `.`, `-`."""
