@@ -226,6 +226,20 @@ def test_a_model_that_is_no_run_is_judged_on_half_of_the_prompts(trained) -> Non
     assert 10 < found.num_pairs < 38
 
 
+def test_pairs_beyond_the_context_are_judged_where_they_are_cut(
+    trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        replace(pair, prompt=Prompt(pair.prompt.id, "Long " * 400 + str(i))) for i, pair in enumerate(votes("A", 4))
+    ]
+    write_pairs(tmp_path / "long.jsonl", rows)
+    words = ["eval", "reward", str(trained[0]), "--pairs", str(tmp_path / "long.jsonl")]
+    assert main(words) == 2
+    assert "`eval reward --truncate`" in capsys.readouterr().err
+    assert main([*words, "--truncate", "both", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_pairs"] == 4
+
+
 def test_the_command_prints_one_object_or_a_table(trained, capsys: pytest.CaptureFixture[str]) -> None:
     run, _, facts = trained
     assert main(["eval", "reward", "--model", str(run), "--json"]) == 0

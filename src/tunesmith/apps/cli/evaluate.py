@@ -221,6 +221,10 @@ class RewardEvalOptions:
     pairs: Annotated[str | None, flag("Source of pairs; by default those that the run held out.", "SOURCE")] = None
     label: Annotated[str | None, flag("Of a classifier with several labels: the reward's.", "NAME")] = None
     skip_bad: Annotated[bool, flag("Drop rows that cannot be used, and count them.")] = False
+    truncate: Annotated[
+        Literal["none", "left", "both"] | None,
+        flag("Where pairs that are too long are cut; by default as the run says, or nowhere."),
+    ] = None
     micro_batch_size: Annotated[int, flag("Sequences in one pass.", "N")] = 16
     num_bins: Annotated[int, flag("Bins of the calibration.", "N")] = 10
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
@@ -242,6 +246,7 @@ def reward(words: Sequence[str]) -> None:
             options.pairs,
             label=options.label,
             skip_bad=options.skip_bad,
+            truncate=options.truncate,
             micro_batch_size=options.micro_batch_size,
             num_bins=options.num_bins,
         )

@@ -16,6 +16,7 @@ from tunesmith.base.config.sections import (
     ModelSection,
     PromptsSection,
     RewardSource,
+    Truncate,
 )
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.log import get_logger
@@ -148,16 +149,17 @@ def evaluate_reward(
     *,
     label: str | None = None,
     skip_bad: bool = False,
+    truncate: Truncate | None = None,
     micro_batch_size: int = 16,
     num_bins: int = 10,
 ) -> RewardEvaluation:
     """The evaluation of the reward model `model`: a run folder, a local folder or a hub id.
 
-    Of a run, pairs are read, cut and split as its recipe says. Without `pairs`, or with the run's own source, those
-    that it held out are judged, and the TF-IDF model is fitted on those that it was trained on. Other `pairs` are all
-    judged, and the TF-IDF model is fitted on the run's training pairs. Where `model` is no run, half of the prompts of
-    `pairs` are judged and the TF-IDF model is fitted on the other half. Raises InputError for a model or pairs that
-    cannot be used, or if nothing says which pairs to take.
+    Of a run, pairs are read, cut and split as its recipe says, or cut as `truncate` says. Without `pairs`, or with the
+    run's own source, those that it held out are judged, and the TF-IDF model is fitted on those that it was trained on.
+    Other `pairs` are all judged, and the TF-IDF model is fitted on the run's training pairs. Where `model` is no run,
+    half of the prompts of `pairs` are judged and the TF-IDF model is fitted on the other half. Raises InputError for a
+    model or pairs that cannot be used, or if nothing says which pairs to take.
     """
     recipe = run_recipe(model)
     if recipe is None and pairs is None:
@@ -174,7 +176,8 @@ def evaluate_reward(
         if recipe
         else (MixedPairsSection(source=str(pairs), heldout_fraction=_JUDGED_SHARE), 0)
     )
-    section = section.model_copy(update={"skip_bad": section.skip_bad or skip_bad, "rankings": "pairs"})
+    changes = {"skip_bad": section.skip_bad or skip_bad, "truncate": truncate or section.truncate, "rankings": "pairs"}
+    section = section.model_copy(update=changes)
     source = section.source or ", ".join(one.source for one in section.sources)
     if not source:
         raise InputError(
