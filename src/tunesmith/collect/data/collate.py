@@ -284,8 +284,8 @@ def too_long(name: str, num_tokens: int, max_tokens: int) -> RowError:
     """The error of a completion, with its name, that is too long together with its prompt."""
     return RowError(
         f"too long: prompt and `{name}` have {num_tokens} tokens, the limit is {max_tokens} (`pairs.max_tokens`, or "
-        "the model's context if that is less); shorten the row, or set `pairs.truncate` (`eval reward --truncate`) to "
-        "left or both",
+        "the model's context if that is less); shorten the row, or set `pairs.truncate` to left or both "
+        "(`eval reward --truncate`)",
         "too long",
     )
 
