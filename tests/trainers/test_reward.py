@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from recipes import Started, pairs, reward_recipe, training
 from transformers import AutoModelForSequenceClassification
 
 from tunesmith.base.core.errors import DataError
+from tunesmith.base.core.trace import Watcher, watching
 from tunesmith.base.runs.folder import read_jsonl
 from tunesmith.engine.models.load import load_reward_model
 from tunesmith.learn.trainers.api import Inputs
@@ -37,6 +39,25 @@ def test_a_model_that_is_no_better_than_chance_is_told(tmp_path: Path) -> None:
     assert found["wrong"].summary["verdict"] == "no better than chance"
     assert not [row for row in read_jsonl(found["right"].run_dir / "findings.jsonl") if row["name"] == "chance"]
     assert str(found["right"].summary["verdict"]).startswith("right on 100% of ")
+
+
+def test_evaluation_and_judgement_are_stages_that_go_on_with_each_forward_pass(tmp_path: Path) -> None:
+    told: Counter[str] = Counter()
+
+    class Listener(Watcher):
+        path = ""
+
+        def enter(self, path: str) -> None:
+            self.path = path
+
+        def went_on(self) -> None:
+            told[self.path] += 1
+
+    recipe = reward_recipe(tmp_path, reward_model={"micro_batch_size": 2}, evaluation={"judge": True})
+    with watching(Listener()):
+        training(recipe, pairs=pairs()[:24], heldout_pairs=pairs()[24:])
+    assert told["evaluate"] == 12
+    assert told["judge/rewards"] >= 12, "none of long judgements counts as a hang"
 
 
 def test_a_model_that_has_hardly_learnt_is_told_with_what_to_change(tmp_path: Path) -> None:
