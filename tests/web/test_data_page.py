@@ -109,6 +109,7 @@ def test_the_page_sends_a_file_and_shows_what_came_of_it(serve, visit, tmp_path,
     file.write_text("".join(json.dumps({**ROW, "prompt": f"p{number}"}) + "\n" for number in range(300)))
     page = visit.open(server, width)
     page.get_by_role("link", name="Data").click()
+    page.get_by_role("button", name="Import").wait_for()
     assert faults_of(page) == []
     page.get_by_label("File", exact=True).set_input_files(file)
     page.get_by_label("What the file says").select_option("votes")
