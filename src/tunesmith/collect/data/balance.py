@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from scipy.special import expit
 
 from tunesmith.base.core.log import get_logger
 from tunesmith.collect.data.collate import EncodedPreference
@@ -86,7 +87,7 @@ def _slope(x_N: np.ndarray, weight_N: np.ndarray) -> float:
     """The maximum over a of sum weight ln sigmoid(a x) - a^2 / 2, by Newton's method on a concave function."""
     slope = 0.0
     for _ in range(_NEWTON_STEPS):
-        wrong_N = 0.5 - 0.5 * np.tanh(0.5 * slope * x_N)  # sigmoid(-slope x), which cannot overflow
+        wrong_N = expit(-slope * x_N)
         gradient = float((weight_N * x_N * wrong_N).sum()) - slope
         curvature = float((weight_N * x_N**2 * wrong_N * (1 - wrong_N)).sum()) + 1
         slope += max(-1.0, min(1.0, gradient / curvature))  # a whole step may overshoot where few pairs decide

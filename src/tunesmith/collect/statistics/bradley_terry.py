@@ -2,7 +2,7 @@
 
 The chance that i wins against j is sigmoid(strength i - strength j); a tie is half a win for each. A version is named
 `v` and its number, and differs little from the versions before and after it: their strengths are a random walk, so
-each is estimated from the votes on its neighbours too. Uses numpy only, so that the web server need not load torch.
+each is estimated from the votes on its neighbours too. Without torch, which the web server need not load.
 Shape suffixes: N contests, K versions and models, S resamples.
 """
 
@@ -15,6 +15,7 @@ from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
+from scipy.special import expit
 
 from tunesmith.base.core.errors import InputError
 from tunesmith.collect.statistics.intervals import CONFIDENCE
@@ -119,7 +120,7 @@ def standings(
         if not linked_K[place]:
             found.append(Standing(name, None, None, None, None, num_votes, NOT_COMPARABLE))
             continue
-        win_rate, low, high = (float(sigmoid(one_K[place])) for one_K in (difference_K, low_K, high_K))
+        win_rate, low, high = (float(expit(one_K[place])) for one_K in (difference_K, low_K, high_K))
         weighed = None if weighed_K is None else float(weighed_K[place])
         found.append(Standing(name, float(difference_K[place]), win_rate, low, high, num_votes, weighed=weighed))
     return tuple(found)
@@ -134,7 +135,7 @@ def _weighed(table: _Table, weight_of: Mapping[int, float], prior_KK: np.ndarray
     score_N = np.where(weight_N < 0, 1 - table.score_N, table.score_N)
     wins_KK = _wins(replace(table, score_N=score_N), np.abs(weight_N)[None])[0]
     strength_K = _fit(wins_KK[None], prior_KK)[0]
-    return sigmoid(strength_K - strength_K[origin])
+    return expit(strength_K - strength_K[origin])
 
 
 def leaderboard(contests: Sequence[Contest], weight_of: Mapping[int, float] | None = None) -> list[Standing]:
@@ -209,7 +210,7 @@ def _fit(wins_SKK: np.ndarray, prior_KK: np.ndarray) -> np.ndarray:
     games_SKK = wins_SKK + wins_SKK.transpose(0, 2, 1)
     strength_SK = np.zeros(wins_SKK.shape[:2])
     for _ in range(_MAX_STEPS):
-        chance_SKK = sigmoid(strength_SK[:, :, None] - strength_SK[:, None, :])
+        chance_SKK = expit(strength_SK[:, :, None] - strength_SK[:, None, :])
         slope_SK = (wins_SKK - games_SKK * chance_SKK).sum(axis=2) - strength_SK @ prior_KK
         step_SK = np.linalg.solve(_curvature(games_SKK, chance_SKK, prior_KK), slope_SK[:, :, None])[:, :, 0]
         longest_S = np.abs(step_SK).max(axis=1, keepdims=True)
@@ -243,7 +244,7 @@ class _Fit:
     def of(cls, wins_KK: np.ndarray, prior_KK: np.ndarray, origin: int) -> "_Fit":
         strength_K = _fit(wins_KK[None], prior_KK)[0]
         gap_KK = strength_K[:, None] - strength_K[None, :]
-        curvature_KK = _curvature((wins_KK + wins_KK.T)[None], sigmoid(gap_KK)[None], prior_KK)[0]
+        curvature_KK = _curvature((wins_KK + wins_KK.T)[None], expit(gap_KK)[None], prior_KK)[0]
         covariance_KK = np.linalg.inv(curvature_KK)
         own_K = np.diag(covariance_KK)
         variance_K = np.maximum(0.0, own_K + own_K[origin] - 2 * covariance_KK[origin])
@@ -282,9 +283,3 @@ def _linked(games_KK: np.ndarray, origin: int) -> np.ndarray:
     for _ in games_KK:  # no chain is longer than the number of names
         linked_K |= (games_KK[linked_K] > 0).any(axis=0)
     return linked_K
-
-
-def sigmoid(value: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-value)), of any shape."""
-    # tanh cannot overflow.
-    return 0.5 + 0.5 * np.tanh(0.5 * value)

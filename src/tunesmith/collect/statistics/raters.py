@@ -11,7 +11,7 @@ probability e and otherwise takes the left side with probability q (Bugakova et 
 Which answer is better has the prior log odds of Bradley and Terry 1952, where something is known of the answers: the
 strengths of those that occur in several pairs, which are estimated with the raters, or what a model of texts predicts.
 
-Uses numpy only. Shape suffixes: N votes, I items, W raters, A answers, P parameters.
+Without torch. Shape suffixes: N votes, I items, W raters, A answers, P parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from scipy.special import expit
 
 from tunesmith.base.core.errors import InputError
-from tunesmith.collect.statistics.bradley_terry import sigmoid
 from tunesmith.collect.statistics.intervals import CONFIDENCE
 
 PRIOR_VOTES = 2.0
@@ -213,7 +213,7 @@ def _straight(votes: PairVotes, fit: "_Fit") -> np.ndarray:
         # log(p A + (1 - p) B) - log(p B + (1 - p) A), with the odds log(p / (1 - p)) and the evidence log(A / B).
         same_I, other_I = np.logaddexp(0.0, fit.odds_I + evidence_I), np.logaddexp(fit.odds_I, evidence_I)
         odds_I = np.where(is_known_I, odds_I, same_I - other_I)
-    return sigmoid(odds_G + np.bincount(group_I, odds_I, num_groups))[group_W]
+    return expit(odds_G + np.bincount(group_I, odds_I, num_groups))[group_W]
 
 
 def _groups(votes: PairVotes) -> tuple[np.ndarray, np.ndarray]:
@@ -272,7 +272,7 @@ def _chances(votes: PairVotes, rates: _Rates, odds_I: np.ndarray, known_I: np.nd
     right_N, wrong_N = rates.chances(votes)
     evidence_N = np.where(votes.first_N, 1.0, -1.0) * np.log(right_N / wrong_N)
     total_I = odds_I + np.bincount(votes.item_N, evidence_N, votes.num_items)
-    return np.where(known_I, np.nan_to_num(votes.gold_I), sigmoid(total_I))
+    return np.where(known_I, np.nan_to_num(votes.gold_I), expit(total_I))
 
 
 def _rates(votes: PairVotes, rates: _Rates, chance_I: np.ndarray, mean: float) -> tuple[_Rates, float]:
@@ -335,7 +335,7 @@ class _Strengths:
         places = np.concatenate([first_J * size + second_J, second_J * size + first_J])
         covariance_AA = np.eye(size)
         for _ in range(8):
-            won_J = sigmoid(strength_A[first_J] - strength_A[second_J])
+            won_J = expit(strength_A[first_J] - strength_A[second_J])
             weight_J = won_J * (1 - won_J)
             # The rows of items hold 1 for one answer and -1 for another: a matrix of them is nowhere.
             information_AA = -np.bincount(places, np.tile(weight_J, 2), size * size).reshape(size, size)
@@ -347,7 +347,7 @@ class _Strengths:
             if np.abs(step_A).max() < 1e-6:
                 break
         self.strength_A[self._kept] = strength_A
-        won_J = sigmoid(strength_A[first_J] - strength_A[second_J])
+        won_J = expit(strength_A[first_J] - strength_A[second_J])
         weight_J = won_J * (1 - won_J)
         variance_A = covariance_AA.diagonal()
         variance_J = variance_A[first_J] + variance_A[second_J] - 2 * covariance_AA[first_J, second_J]
@@ -441,7 +441,7 @@ def _interval(share: float, variance: float) -> Estimate:
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     share = float(min(max(share, _EDGE), 1 - _EDGE))
     odds, half = np.log(share / (1 - share)), z * np.sqrt(max(variance, 0.0)) / (share * (1 - share))
-    return Estimate(share, float(sigmoid(odds - half)), float(sigmoid(odds + half)))
+    return Estimate(share, float(expit(odds - half)), float(expit(odds + half)))
 
 
 def _covariances(votes: PairVotes, fit: _Fit) -> np.ndarray:
