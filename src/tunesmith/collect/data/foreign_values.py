@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from tunesmith.base.runs.listing import number as finite_number
 from tunesmith.base.schema.records import Message, Text
-from tunesmith.collect.data.rows import Row, RowError, as_content, finite_number, kind_of, number_shown
+from tunesmith.collect.data.rows import Row, RowError, as_content, kind_of, number_shown
 from tunesmith.collect.data.vote_values import mapping_of, rater_of, time_of
 from tunesmith.collect.store.content import MAX_NAME, encode_json
 from tunesmith.collect.store.records import (

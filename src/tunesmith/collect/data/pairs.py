@@ -14,6 +14,7 @@ from typing import cast
 
 from tunesmith.base.config.sections import PairsSection
 from tunesmith.base.core.errors import DataError
+from tunesmith.base.runs.listing import number as finite_number
 from tunesmith.base.schema.records import Judgement, Message, Pair, Ranking, Text
 from tunesmith.collect.data.prompts import content_of, missing_column, prompt_column, prompt_record
 from tunesmith.collect.data.rows import (
@@ -21,7 +22,6 @@ from tunesmith.collect.data.rows import (
     Row,
     RowError,
     as_completion,
-    finite_number,
     kind_of,
     number_shown,
     without_prompt,

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -229,16 +228,6 @@ HELDOUT = "heldout"
 """Column that marks a row as held out: it is evaluated on and never trained on."""
 
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
-
-
-def finite_number(value: object) -> float | None:
-    """`value` as a float; None for anything but a number, for true and false, and beyond what a float can hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer of more than 308 digits
-        return None
 
 
 def number_shown(value: object) -> object:

@@ -9,7 +9,8 @@ from datetime import datetime
 from typing import cast
 
 from tunesmith.base.core.errors import DataError
-from tunesmith.collect.data.rows import RowError, finite_number, kind_of, number_shown
+from tunesmith.base.runs.listing import number as finite_number
+from tunesmith.collect.data.rows import RowError, kind_of, number_shown
 from tunesmith.collect.store.content import check_name
 from tunesmith.collect.store.records import PREFERENCE_NAMES, PreferenceName, Side
 

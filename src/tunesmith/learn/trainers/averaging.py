@@ -55,13 +55,16 @@ class TailAverage(nn.Module):
     @contextmanager
     def written(self) -> Iterator[None]:
         """A block in which the model has the mean, if that has begun."""
-        last = [parameter.detach().clone() for parameter in self._trained.values()] if self.has_begun else []
+        if not self.has_begun:
+            yield
+            return
+        last = [parameter.detach().clone() for parameter in self._trained.values()]
         self.write()
         try:
             yield
         finally:
             with torch.no_grad():
-                for parameter, own in zip(self._trained.values(), last, strict=False):
+                for parameter, own in zip(self._trained.values(), last, strict=True):
                     parameter.copy_(own)
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
