@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tunesmith.base.config.sections import MixedPairsSection
+from tunesmith.base.config.sections import MixedPairsSection, PairsSource
 from tunesmith.base.core.errors import DataError
 from tunesmith.collect.data.mixing import source_of
 from tunesmith.collect.data.sets import PreferenceSets, preference_sets
@@ -137,6 +137,28 @@ def test_sources_of_which_only_ties_are_left_are_refused(tmp_path: Path) -> None
 def test_settings_that_contradict_each_other_are_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MixedPairsSection.model_validate(section)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("votes.jsonl", "votes"),
+        ("data:preference/hh-rlhf.helpful-*.test.jsonl.gz", "hh-rlhf.helpful-.test"),
+        ("org/pairs:train", "pairs-train"),
+        ("votes/2026/", "2026"),
+        ("my votes.csv", "my-votes"),
+        ("???", "source"),
+    ],
+)
+def test_source_has_the_name_of_its_file(source: str, name: str) -> None:
+    section = MixedPairsSection.model_validate({"sources": [{"source": source}]})
+    assert [one.name for one in section.sources] == [name]
+
+
+def test_given_name_stays_and_equal_names_are_refused() -> None:
+    assert PairsSource.model_validate({"source": "votes.jsonl", "name": "films"}).name == "films"
+    with pytest.raises(ValueError, match="several sources have the name 'votes'"):
+        MixedPairsSection.model_validate({"sources": [{"source": "a/votes.jsonl"}, {"source": "b/votes.csv"}]})
 
 
 def test_bad_rows_of_any_source_are_named_or_skipped(tmp_path: Path) -> None:

@@ -62,7 +62,9 @@ def test_evaluation_and_judgement_are_stages_that_go_on_with_each_forward_pass(t
 
 def test_a_model_that_has_hardly_learnt_is_told_with_what_to_change(tmp_path: Path) -> None:
     recipe = reward_recipe(
-        tmp_path, optimizer={"learning_rate": 1e-9}, reward_model={"heads": {"count": 4}, "num_epochs": 1}
+        tmp_path,
+        optimizer={"learning_rate": 1e-9, "head_learning_rate": 1e-9},
+        reward_model={"heads": {"count": 4}, "num_epochs": 1},
     )
     result = training(recipe, pairs=pairs(), heldout_pairs=pairs())
     (told,) = [

@@ -20,7 +20,7 @@ from tunesmith.apps.cli.options import (
 )
 from tunesmith.apps.cli.output import reporting, wants_progress
 from tunesmith.base.config.judge import is_judge, judge_settings
-from tunesmith.base.config.sections import RewardSource
+from tunesmith.base.config.sections import RewardSource, Truncate
 from tunesmith.base.core.errors import InputError
 from tunesmith.base.core.system import keep_freed_memory
 
@@ -222,7 +222,7 @@ class RewardEvalOptions:
     label: Annotated[str | None, flag("Of a classifier with several labels: the reward's.", "NAME")] = None
     skip_bad: Annotated[bool, flag("Drop rows that cannot be used, and count them.")] = False
     truncate: Annotated[
-        Literal["none", "left", "both"] | None,
+        Truncate | None,
         flag("Where pairs that are too long are cut; by default as the run says, or nowhere."),
     ] = None
     micro_batch_size: Annotated[int, flag("Sequences in one pass.", "N")] = 16

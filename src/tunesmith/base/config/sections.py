@@ -4,7 +4,9 @@ Every default is declared in `base/config/*sections.py` and nowhere else. Sectio
 `SHORTHAND` names the field that a bare value sets: `model: smollm2` means `model: {name: smollm2}`.
 """
 
-from typing import Annotated, ClassVar, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
@@ -249,13 +251,30 @@ class PairsSource(Section):
 
     source: Annotated[str, Field(min_length=1)]
     """File, folder or hub id, as `pairs.source`."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
-    """Name in metrics and in the report: letters, digits, `_`, `.`, `-`."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "source"
+    """Name in metrics and in the report: letters, digits, `_`, `.`, `-`. By default that of the file or data set,
+    without its extension."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Times that a pair which is trained on comes in an epoch: 2 is twice; 0.5 takes the pairs of half of the prompts.
     1000 at most, because an epoch is listed in memory. Without effect in `heldout_sources`."""
     max_pairs: PositiveInt | None = None
     """Read so many pairs at most, those of prompts drawn by `run.seed`; null reads all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_by_source(cls, values: object) -> object:
+        return _named(cast(Mapping[str, object], values)) if isinstance(values, Mapping) else values
+
+
+def _named(values: Mapping[str, object]) -> Mapping[str, object]:
+    """The values of a source, with a name if the source gives one and there was none."""
+    source = values.get("source")
+    if not isinstance(source, str) or values.get("name") is not None:
+        return values
+    last = source.removeprefix("data:").rstrip("/").rpartition("/")[2]
+    stem = re.sub(r"(\.[A-Za-z]+)?(\.gz)?$", "", last)
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", stem).lstrip("_.-")
+    return {**values, "name": name} if name else values
 
 
 class MixedPairsSection(PairsSection):

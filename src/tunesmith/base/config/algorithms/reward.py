@@ -12,7 +12,9 @@ from tunesmith.base.config.rules import NO_REFERENCE, Rule
 from tunesmith.base.config.sections import (
     MixedPairsSection,
     NonNegative,
+    OptimizerSection,
     Pessimism,
+    Positive,
     PositiveInt,
     Section,
 )
@@ -27,7 +29,7 @@ class HeadsSection(Section):
 
     SHORTHAND = "count"
 
-    count: PositiveInt = 1
+    count: Annotated[int, Field(ge=1, le=1000)] = 1
     """Number of heads; the reward is their mean."""
     bootstrap: Literal["prompts", "pairs", "none"] = "prompts"
     """What each head draws with replacement, as weights from a Poisson distribution with mean 1: prompts with all their
@@ -93,6 +95,13 @@ class PolicyRewardSection(RewardTrainerSection):
     """With several heads: the reward is their mean minus this times their standard deviation; `worst` is the lowest."""
 
 
+class RewardOptimizerSection(OptimizerSection):
+    """AdamW with a rate for the head, which starts at nothing where the trunk does not."""
+
+    head_learning_rate: Positive | None = 1e-3
+    """Learning rate of the reward heads; null takes learning_rate."""
+
+
 class RewardEvaluationSection(Section):
     """Evaluation of a reward model once it is trained."""
 
@@ -110,6 +119,7 @@ class RewardRecipe(Recipe):
     algorithm: Literal["reward"] = "reward"
     pairs: MixedPairsSection = MixedPairsSection()
     reward_model: RewardModelSection = RewardModelSection()
+    optimizer: RewardOptimizerSection = RewardOptimizerSection()
     evaluation: RewardEvaluationSection = RewardEvaluationSection()
 
 
