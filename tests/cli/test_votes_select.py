@@ -115,6 +115,19 @@ def test_the_pairs_that_heads_disagree_about_are_asked_first(run: Run, folder: P
     assert {reason for _, reason in rest} == {""}
 
 
+def test_statistics_tell_chosen_pairs_from_random_ones(
+    run: Run, folder: Path, heads: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run("--dir", folder, "--reward-model", heads, "--selection", "drts", "--num", 12)[0] == 0
+    order = asked(folder)
+    assert main(["votes", "stats", "--dir", str(folder)]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("asked by")]
+    num_random = sum(reason == "random" for _, reason in order)
+    assert any(f"random, {num_random} votes: alpha " in line and "; longer " in line for line in told)
+    assert any(f"drts, {12 - num_random} votes: " in line for line in told)
+    assert any("no choice, " in line for line in told)
+
+
 def test_a_language_model_chooses_by_the_votes_and_a_server_stores_the_order(run: Run, folder: Path):
     with VoteStore.open(folder / "votes.db"):
         code, out, err = run("--dir", folder, "--model", "tiny:llama", "--selection", "d_optimal")

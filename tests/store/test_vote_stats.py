@@ -1,6 +1,7 @@
 """Statistics of a database."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,36 @@ def test_statistics_tell_raters_apart(store: VoteStore, campaign: MakeCampaign, 
     assert 0 < found.alpha.value < 1
     assert (ann.median_dwell_ms, found.num_votes_last_hour) == (1000, found.num_votes)
     assert found.num_votes == sum(one.num_votes for one in found.raters)
+
+
+def test_chosen_pairs_and_random_ones_have_figures_of_their_own(
+    store: VoteStore, campaign: MakeCampaign, rater: MakeRater, pairs: Pairs
+):
+    asked = campaign(overlap=2)
+    store.add_items(asked, pairs(4))
+    assert store.reader.stats(asked).asked == []
+    store.add_items(asked, [replace(one, selection="random") for one in pairs(6, first=100)])
+    store.add_items(asked, [replace(one, selection="drts 0.31") for one in pairs(10, first=200)])
+    chosen = {one.prompt for one in pairs(10, first=200)}
+    for name in ("ann", "bob"):
+        reader = rater(name)
+        while shown := store.next_presentations(reader, asked, 20):
+            for one in shown:
+                side, other = ("left", "right") if good(one.answers) == "left" else ("right", "left")
+                # On what was chosen the two never agree.
+                store.vote(one.token, reader, other if name == "bob" and one.prompt in chosen else side)
+    found = store.reader.stats(asked)
+    assert [(one.method, one.num_votes, one.longer.num) for one in found.asked] == [
+        ("drts", 20, 20),
+        ("random", 12, 12),
+        ("", 8, 8),
+    ]
+    chosen_by_drts, by_chance, _ = found.asked
+    assert (by_chance.longer.share, by_chance.alpha.value) == (0.0, 1.0)
+    assert chosen_by_drts.longer.share == 0.5
+    assert chosen_by_drts.alpha.value is not None
+    assert chosen_by_drts.alpha.value < 0
+    assert found.longer.num == sum(one.longer.num for one in found.asked)
 
 
 def test_ties_skips_and_bad_ones_are_counted_apart(

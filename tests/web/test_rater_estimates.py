@@ -1,7 +1,9 @@
 """What raters and admins are told of votes: each rater of themselves alone."""
 
 import json
+import re
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -76,7 +78,8 @@ def test_estimates_are_not_made_again_for_each_request(parts):
 
 @pytest.mark.browser
 def test_the_pages_show_it(serve, visit, stored):
-    server = serve(pairs(30), overlap=2)
+    reasons = ["random", "infomax 0.21", "infomax 0.2"]
+    server = serve([replace(one, selection=reasons[n % 3]) for n, one in enumerate(pairs(30))], overlap=2)
     context = visit.context(server)
     page = visit.page(context, server, f"{server.url}/raters")
     admin = Client(server.url, context.cookies()[0]["value"])
@@ -89,6 +92,8 @@ def test_the_pages_show_it(serve, visit, stored):
     while "say as much as" not in worth.inner_text():  # they are made again every five seconds at most
         page.wait_for_timeout(500)
         page.reload()
+    told = page.locator("#asked").inner_text()
+    assert re.search(r"infomax: \d+ votes, agreement 1.00 over \d+ items; random: \d+ votes, agreement 1.00", told)
     row = page.locator("#rows tr", has_text="Grace")
     assert " % to " in row.inner_text()
     notes = row.locator("td.words")  # as long as they are, the button behind them stays in sight

@@ -349,6 +349,9 @@ def _say(found: "VoteStats", crowd: "CrowdReport", output: Output) -> None:
     output.say(f"agreement      Krippendorff's alpha {_agreement(found.alpha)}")
     output.say(f"left answer    {_bias(found.left)}")
     output.say(f"longer answer  {_bias(found.longer)}")
+    for one in found.asked[:_MAX_SHOWN]:
+        by = f"{visible(one.method) or 'no choice'}, {count_of(one.num_votes, 'vote')}"
+        output.say(f"asked by       {by}: alpha {_agreement(one.alpha)}; longer {_bias(one.longer)}")
     for pair in found.kappas[:_MAX_SHOWN]:
         output.say(f"kappa          {_agreement(pair.kappa)}  {visible(pair.a)}, {visible(pair.b)}")
     for rater in found.raters[:_MAX_SHOWN]:

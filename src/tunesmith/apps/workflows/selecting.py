@@ -14,7 +14,7 @@ from tunesmith.base.core.errors import DataError, InputError, ModelError
 from tunesmith.base.schema.records import Prompt
 from tunesmith.collect.data.answers import Answer, encode_answer, fitting
 from tunesmith.collect.data.collate import TokenLimit, truncated
-from tunesmith.collect.store.asking import AskedItem, WaitingItem
+from tunesmith.collect.store.asking import RANDOM, AskedItem, WaitingItem
 from tunesmith.collect.store.inbox import Chore
 from tunesmith.collect.store.records import StoredVote
 from tunesmith.collect.store.vote_reader import VoteReader
@@ -24,7 +24,7 @@ from tunesmith.engine.models.heads import RewardModel
 from tunesmith.engine.models.language_model import language_model
 from tunesmith.engine.models.loaded import LoadedModel, context_length
 from tunesmith.learn.evaluation.reward_quality import head_rewards
-from tunesmith.learn.live.pool import RANDOM, Waiting, asking_order
+from tunesmith.learn.live.pool import Waiting, asking_order
 from tunesmith.learn.live.selection import Beliefs, HeadBeliefs, Selection
 from tunesmith.learn.live.votes import MAX_REMEMBERED, VoteMemory
 

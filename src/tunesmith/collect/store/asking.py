@@ -16,6 +16,9 @@ from tunesmith.collect.store.queue import by_people
 from tunesmith.collect.store.records import Campaign, ItemKind
 from tunesmith.collect.store.tables import items, presentations, prompts
 
+RANDOM = "random"
+"""Why a pair is asked that chance chose."""
+
 _PAGE = 500
 
 

@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from sqlalchemy import (
     true,
 )
 
+from tunesmith.collect.store.asking import RANDOM
 from tunesmith.collect.store.queue import by_people, knows_side
 from tunesmith.collect.store.records import MODEL_SOURCE, Campaign, Progress
 from tunesmith.collect.store.tables import (
@@ -103,8 +104,22 @@ class RaterStats:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedStats:
+    """The votes on pairs that were asked for one reason: `random`, the name of the method that chose them, or empty, in
+    the order in which they were stored. What a method chose is no sample of all pairs, so its figures are not theirs.
+    """
+
+    method: str
+    num_votes: int
+    alpha: Agreement
+    longer: BiasTest
+
+
+@dataclass(frozen=True, slots=True)
 class VoteStats:
-    """Counts of effective votes, agreement, biases and gold accuracy of one campaign, or of all."""
+    """Counts of effective votes, agreement, biases and gold accuracy of one campaign, or of all. `asked` is empty if no
+    method chose pairs.
+    """
 
     num_items: int
     num_items_done: int
@@ -120,6 +135,7 @@ class VoteStats:
     left: BiasTest
     longer: BiasTest
     raters: Sequence[RaterStats]
+    asked: Sequence[AskedStats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +252,7 @@ def bias_test(num_hits: int, num: int) -> BiasTest:
     return BiasTest(num_hits, num, num_hits / num, min(1.0, 2.0 * tail))
 
 
-NO_VOTES = VoteStats(0, 0, 0, 0, 0, 0, 0, 0, 0, krippendorff_alpha([]), (), bias_test(0, 0), bias_test(0, 0), ())
+NO_VOTES = VoteStats(0, 0, 0, 0, 0, 0, 0, 0, 0, krippendorff_alpha([]), (), bias_test(0, 0), bias_test(0, 0), (), ())
 """Statistics of a missing database."""
 
 
@@ -248,10 +264,8 @@ def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> V
     # (rater, is correct) of each gold item that was judged.
     gold = [(one.rater_id, one.chosen_candidate_id == one.gold_candidate_id) for one in counted if one.is_gold]
     names = {row.id: row.name for row in connection.execute(select(raters_table.c.id, raters_table.c.name))}
-    units: dict[int, dict[int, Hashable]] = {}
-    for one in counted:
-        if not one.is_gold:
-            units.setdefault(one.item_id, {})[one.rater_id] = _judgement(one)
+    ungold = [one for one in counted if not one.is_gold]
+    units = _units(ungold)
     num_items, num_done = _num_items(connection, campaign_id)
     num_demonstrations = connection.execute(_last_answers(demonstrations, campaign_id, func.count())).scalar_one()
     return VoteStats(
@@ -260,11 +274,35 @@ def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> V
         num_rankings=num_rankings,
         num_demonstrations=int(num_demonstrations),
         num_votes_last_hour=sum(one.created_at > now - _HOUR_S for one in counted),
-        alpha=pair_alpha([list(unit.values()) for unit in units.values()]),
+        alpha=_alpha(units),
         kappas=_kappas(units, names),
         raters=_rater_stats(judged, [*gold, *gold_of_rankings], names),
+        asked=_asked(ungold),
         **_summary(judged),
     )
+
+
+def _units(judged: Iterable[Any]) -> dict[int, dict[int, Hashable]]:
+    """The judgement of each rater on each item: item -> rater -> judgement."""
+    units: dict[int, dict[int, Hashable]] = {}
+    for one in judged:
+        units.setdefault(one.item_id, {})[one.rater_id] = _judgement(one)
+    return units
+
+
+def _alpha(units: Mapping[int, Mapping[int, Hashable]]) -> Agreement:
+    return pair_alpha([list(unit.values()) for unit in units.values()])
+
+
+def _asked(judged: Sequence[Any]) -> list[AskedStats]:
+    """The votes by why their pairs were asked, the most frequent reason first; none if no method chose any."""
+    of_method: dict[str, list[Any]] = {}
+    for one in judged:
+        of_method.setdefault(one.selection.partition(" ")[0], []).append(one)
+    if of_method.keys() <= {"", RANDOM}:
+        return []
+    found = [AskedStats(name, len(own), _alpha(_units(own)), _longer(own)) for name, own in of_method.items()]
+    return sorted(found, key=lambda one: (-one.num_votes, one.method))
 
 
 def feedback_stats(connection: Connection) -> list[FeedbackStats]:
@@ -366,6 +404,7 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[A
         votes.c.created_at,
         knows_side().label("knows_side"),
         items.c.is_gold,
+        items.c.selection,
         items.c.gold_candidate_id,
         _length(votes.c.chosen_candidate_id).label("chosen_length"),
         _length(votes.c.rejected_candidate_id).label("rejected_length"),
@@ -497,12 +536,17 @@ def _summary(judged: Sequence[Any]) -> dict[str, Any]:
     verdicts = Counter(one.verdict for one in judged)
     decided = [one for one in judged if one.verdict in _DECIDED]
     sided = [one for one in decided if one.knows_side]
-    unequal = [one for one in decided if one.chosen_length != one.rejected_length]
     return {
         "num_votes": len(judged) - verdicts["skip"],
         "num_ties": verdicts["tie"],
         "num_both_bad": verdicts["both_bad"],
         "num_skips": verdicts["skip"],
         "left": bias_test(sum(one.verdict in _LEFT for one in sided), len(sided)),
-        "longer": bias_test(sum(one.chosen_length > one.rejected_length for one in unequal), len(unequal)),
+        "longer": _longer(decided),
     }
+
+
+def _longer(judged: Sequence[Any]) -> BiasTest:
+    """How often the longer answer was preferred, of two that differ in length."""
+    unequal = [one for one in judged if one.verdict in _DECIDED and one.chosen_length != one.rejected_length]
+    return bias_test(sum(one.chosen_length > one.rejected_length for one in unequal), len(unequal))

@@ -11,10 +11,8 @@ import torch
 
 from tunesmith.base.config.algorithms.live import LiveSelectionSection
 from tunesmith.base.core.seeds import derive
+from tunesmith.collect.store.asking import RANDOM
 from tunesmith.learn.live.selection import Beliefs, choose_pairs, mixed
-
-RANDOM = "random"
-"""The reason of a pair that chance chose."""
 
 
 @dataclass(frozen=True, slots=True)

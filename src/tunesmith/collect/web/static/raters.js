@@ -22,12 +22,13 @@ async function refresh() {
     crowd.effective === null
       ? "What votes are worth: too few of them can be compared, on pairs with several votes or known answers."
       : `The newest ${crowd.num_votes} votes that prefer an answer say as much as ${Math.round(crowd.effective)} without an error.`;
-  const { alpha } = stats;
-  $("agreement").textContent =
-    alpha.value === null
-      ? `Agreement (Krippendorff's alpha): ${alpha.reason}`
-      : `Agreement (Krippendorff's alpha): ${alpha.value.toFixed(2)} over ${alpha.num} items`;
+  $("agreement").textContent = `Agreement (Krippendorff's alpha): ${agreement(stats.alpha)}`;
+  const asked = stats.asked.map((one) => `${one.method || "no choice"}: ${one.num_votes} votes, agreement ${agreement(one.alpha)}`);
+  $("asked").textContent = `Why pairs were asked. ${asked.join("; ")}. What a method chose is no sample of all pairs: look at random.`;
+  $("asked").hidden = !asked.length;
 }
+
+const agreement = ({ value, num, reason }) => (value === null ? reason : `${value.toFixed(2)} over ${num} items`);
 
 function showEntries(entries, before) {
   $("log").replaceChildren(...before, ...entries.map(entryRow));
