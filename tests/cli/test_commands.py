@@ -59,7 +59,7 @@ def test_a_dry_run_says_everything_and_writes_nothing(
     words = ["train", "ppo", "--model", "tiny:llama", "--reward", "length", "--dry-run"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    for part in ("# command line --model", "# default", "parameters", "MB estimated", "items, for example", "dry run"):
+    for part in ("# command line --model", "# default", "parameters", "MB estimated", "items to train on, ", "dry run"):
         assert part in shown
     assert main([*words, "--json"]) == 0
     facts = answer(capsys)
@@ -102,7 +102,8 @@ def test_preferences_are_learnt_directly_shown_and_gone_on_with(
     words += ["--pairs.heldout-fraction", "0.3", "--dpo.reference", "live"]
     assert main([*words, "--dry-run", "--json"]) == 0
     shown = answer(capsys)
-    assert (shown["num_items"], shown["sample"]) == (12, "prompt: Film 0 was\nchosen:  a joy.\nrejected:  dull.")
+    assert shown["num_items"] + shown["num_heldout"] == 12  # type: ignore[operator]
+    assert shown["sample"] == "prompt: Film 0 was\nchosen:  a joy.\nrejected:  dull."
     assert {"weights", "optimizer", "reference", "activations", "logits"} == set(shown["memory_gb"])  # type: ignore[arg-type]
     assert main([*words, "--json"]) == 0
     facts = answer(capsys)
@@ -148,7 +149,8 @@ def test_supervised_fine_tuning_trains_shows_and_goes_on(
     words += ["--demonstrations.heldout-fraction", "0.3"]
     assert main([*words, "--dry-run", "--json"]) == 0
     shown = answer(capsys)
-    assert (shown["num_items"], shown["sample"]) == (12, "prompt: Film 0 was\ncompletion:  a joy.")
+    assert shown["num_items"] + shown["num_heldout"] == 12  # type: ignore[operator]
+    assert shown["sample"] == "prompt: Film 0 was\ncompletion:  a joy."
     assert {"weights", "optimizer", "activations", "logits"} == set(shown["memory_gb"])  # type: ignore[arg-type]
     assert main([*words, "--json"]) == 0
     facts = answer(capsys)

@@ -142,7 +142,9 @@ def _show(resolved: "Resolved", output: Output) -> None:
             f"one turn {duration(facts.least_seconds)}, if all trajectories end with a first turn of full length"
         )
         output.say(f"assumed  {facts.assumed}")
-    output.say(f"data     {count_of(facts.num_items, 'item')}, for example:\n{visible(facts.sample)}")
+    held_out = f", {facts.num_heldout:,} held out" if facts.num_heldout else ""
+    output.say(f"data     {count_of(facts.num_items, 'item')} to train on{held_out}, for example:")
+    output.say(visible(facts.sample))
     if facts.server:
         output.say(visible(facts.server))
     for one in ineffective(resolved.recipe, resolved.provenance):

@@ -224,7 +224,16 @@ def _recipes(jobs: Jobs) -> APIRouter:
     async def estimate(body: RunRequest) -> Reply:
         await run_in_threadpool(check, body.wanted(), jobs.allowed)
         facts = await estimates.estimate(body.wanted().words(jobs.root))
-        names = ("num_parameters", "memory_gb", "stage_gb", "num_items", "sample", "num_steps", "seconds")
+        names = (
+            "num_parameters",
+            "memory_gb",
+            "stage_gb",
+            "num_items",
+            "num_heldout",
+            "sample",
+            "num_steps",
+            "seconds",
+        )
         return Reply({name: facts.get(name) for name in names})
 
     return routes

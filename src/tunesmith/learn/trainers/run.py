@@ -376,10 +376,10 @@ def tokens_of(task: Any, prompts: Sequence[Prompt] | None = None) -> TokenFacts:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """Size of the model, memory in GB by part and by stage, number of data rows, the first of them as text, about how
-    long the steps take, the tokens of the first rows, whose problems a run would raise, and why its rollout server does
-    not answer now, for which a run would wait. With an environment, the estimates are of trajectories of the length
-    that `assumed` says, and `least_seconds` of those that end with their first turn.
+    """Size of the model, memory in GB by part and by stage, number of items of an epoch and of those held out, the
+    first row as text, about how long the steps take, the tokens of the first rows, whose problems a run would raise,
+    and why its rollout server does not answer now, for which a run would wait. With an environment, the estimates are
+    of trajectories of the length that `assumed` says, and `least_seconds` of those that end with their first turn.
     """
 
     model: str
@@ -387,6 +387,7 @@ class Preview:
     memory_gb: dict[str, float]
     stage_gb: dict[str, float]
     num_items: int
+    num_heldout: int
     sample: str
     num_steps: int
     seconds: float
@@ -409,7 +410,7 @@ def preview(cfg: Recipe) -> Preview:
     num_checkpoints = cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0
     require_space(Path(cfg.run.dir), restart.num_bytes([module]), moments, num_checkpoints)
     estimate, data = task.estimate(), task.data
-    num_items = len(data.train) + len(data.heldout)
+    num_items = len(data.train), len(data.heldout)
     sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
 
     def seconds(estimated: Estimate) -> float:
@@ -426,7 +427,7 @@ def preview(cfg: Recipe) -> Preview:
     if isinstance(task, PolicyTask):
         task.close()
     time_s = seconds(estimate)
-    return Preview(cfg.model.name, *sizes, num_items, sample, task.num_steps, time_s, tokens, server, assumed, least)
+    return Preview(cfg.model.name, *sizes, *num_items, sample, task.num_steps, time_s, tokens, server, assumed, least)
 
 
 def _absent_server(cfg: Recipe) -> str:

@@ -111,6 +111,7 @@ async function estimate() {
   try {
     const facts = await call("POST", "recipes/estimate", request(), null, ESTIMATE_MS);
     const total = Object.values(facts.memory_gb).reduce((sum, size) => sum + size, 0);
+    const heldOut = facts.num_heldout ? `, ${facts.num_heldout.toLocaleString()} held out` : "";
     say("The estimate:");
     $("facts").replaceChildren(
       ...[
@@ -118,7 +119,7 @@ async function estimate() {
         ["memory", `${bytes(total * GB)}: ${sizes(facts.memory_gb)}`],
         ["by stage", sizes(facts.stage_gb)],
         ["time", `about ${minutes(facts.seconds)} for ${facts.num_steps} steps`],
-        ["data", `${facts.num_items.toLocaleString()} items, for example:\n${facts.sample}`],
+        ["data", `${facts.num_items.toLocaleString()} items to train on${heldOut}, for example:\n${facts.sample}`],
       ].map(fact),
     );
   } catch (error) {
