@@ -1,6 +1,7 @@
 """The public Python API: its signatures are a promise, and it says whose argument was wrong."""
 
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,20 @@ def test_a_wrong_argument_is_named_with_a_suggestion_and_writes_nothing(tmp_path
     ):
         train.ppo(model="tiny:llama", prompts=["x"], **{"optimizer.learning_rat": 1, "run.dir": str(tmp_path / "runs")})
     assert not (tmp_path / "runs").exists()
+
+
+def test_data_may_be_the_settings_of_its_section(tmp_path: Path) -> None:
+    rows = [{"prompt": f"film {i}", "chosen": "a joy", "rejected": "dull"} for i in range(20)]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [str(tmp_path / "one.jsonl"), {"source": str(tmp_path / "two.jsonl"), "weight": 2}]
+    fixed = {"run.dir": str(tmp_path / "runs"), "progress": False}
+    section = {"sources": sources, "heldout_fraction": 0.4}
+    result = train.reward(model="tiny:llama", pairs=section, steps=1, **fixed)
+    assert {"eval/one/accuracy", "eval/two/accuracy"} <= result.metrics[-1].keys()
+    columns = {"prompt": ["a", "b"], "chosen": ["x", "y"], "rejected": ["u", "v"]}
+    fixed["pairs.heldout_fraction"] = 0
+    assert train.reward(model="tiny:llama", pairs=columns, steps=1, **fixed).summary["num_pairs"] == 2
+    with pytest.raises(ConfigError, match=r"pairs\.sources\.0\.weight: .*argument pairs"):
+        wrong = {"sources": [{"source": str(tmp_path / "one.jsonl"), "weight": 0}]}
+        train.reward(model="tiny:llama", pairs=wrong, **fixed)

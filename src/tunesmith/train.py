@@ -13,11 +13,17 @@ signatures.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tunesmith.base.config.load import DEFAULT, Resolved, load_recipe, origins_of
 from tunesmith.base.config.recipe import ENVIRONMENT_REWARD
-from tunesmith.base.config.sections import RewardSource
+from tunesmith.base.config.sections import (
+    DataSection,
+    DemonstrationsSection,
+    MixedPairsSection,
+    PromptsSection,
+    RewardSource,
+)
 from tunesmith.base.core.errors import InputError
 from tunesmith.collect.data.demonstrations import DemonstrationLike
 from tunesmith.collect.data.prompts import PromptLike
@@ -33,8 +39,9 @@ __all__ = ["RunResult", "best_of_n", "distill", "dpo", "grpo", "online_dpo", "pp
 Prompts = str | Path | Iterable[PromptLike]
 Tool = Callable[..., Any]
 Rewards = RewardLike | Sequence[RewardLike]
-Rows = str | Path | Iterable[Mapping[str, object]]
-"""The name of a source, a list of rows, or a table: a DataFrame, a Dataset, or a mapping of columns."""
+Rows = str | Path | Mapping[str, object] | Iterable[Mapping[str, object]]
+"""The name of a source, a list of rows, or a table: a DataFrame, a Dataset, or a mapping of columns. A mapping of
+settings, such as `{"sources": ["a.jsonl", "b.jsonl"]}`, is the section of a recipe."""
 
 
 def ppo(
@@ -344,10 +351,19 @@ def _listener(given: Mapping[str, object]) -> tuple[Listener | None, dict[str, o
     return TransformersCallbacks(callbacks), others
 
 
-def _named_or_given(rows: object, name: str) -> tuple[str | None, list[Any] | None]:
-    """(name of a source, None), or (None, rows) for rows given as Python objects."""
+_DATA_SECTIONS: Mapping[str, type[DataSection]] = {
+    "prompts": PromptsSection,
+    "pairs": MixedPairsSection,
+    "demonstrations": DemonstrationsSection,
+}
+
+
+def _named_or_given(rows: object, name: str) -> tuple[object, list[Any] | None]:
+    """(name of a source, or settings of the section; None), or (None, rows) for rows given as Python objects."""
     if rows is None or isinstance(rows, str | Path):
         return (None if rows is None else str(rows)), None
+    if isinstance(rows, Mapping) and rows and rows.keys() <= _DATA_SECTIONS[name].model_fields.keys():
+        return cast(object, rows), None
     return None, as_rows(rows, name)
 
 
