@@ -132,6 +132,7 @@ def test_trl_s_defaults_hold_where_a_config_says_nothing() -> None:
     assert (sft.demonstrations.loss_on, sft.demonstrations.max_tokens) == ("all", 256)
     reward: Any = trl_config.convert({"center_rewards_coefficient": 0.01}, "reward").recipe
     assert reward.reward_model.center_coef == 0.01
+    assert reward.optimizer.head_learning_rate == 1e-4  # TRL's head has the rate of its model
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ class _Conversion:
             "optimizer.warmup_steps": math.ceil(warmup * f["max_steps"]) if 0 < warmup < 1 else int(warmup),
             "optimizer.schedule": self._pick("lr_scheduler_type", SCHEDULES),
             "optimizer.state": "int8" if "8bit" in str(f["optim"]) else "float32",
-            **({"optimizer.head_learning_rate": None} if self.algorithm == "reward" else {}),
+            **({"optimizer.head_learning_rate": f["learning_rate"]} if self.algorithm == "reward" else {}),
         }
 
     def _run(self) -> dict[str, object]:

@@ -105,8 +105,8 @@ class RaterStats:
 
 @dataclass(frozen=True, slots=True)
 class AskedStats:
-    """The votes on pairs that were asked for one reason: `random`, the name of the method that chose them, or empty, in
-    the order in which they were stored. What a method chose is no sample of all pairs, so its figures are not theirs.
+    """The votes on pairs that were asked for one reason. `method` is `random`, the name of the method that chose them,
+    or empty where nothing was chosen. What a method chose is no sample of all pairs: its figures do not hold for all.
     """
 
     method: str

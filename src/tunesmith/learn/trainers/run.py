@@ -410,8 +410,7 @@ def preview(cfg: Recipe) -> Preview:
     num_checkpoints = cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0
     require_space(Path(cfg.run.dir), restart.num_bytes([module]), moments, num_checkpoints)
     estimate, data = task.estimate(), task.data
-    num_items = len(data.train), len(data.heldout)
-    sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
+    sizes = estimate.num_parameters, estimate.memory_gb, estimate.stage_gb, len(data.train), len(data.heldout)
 
     def seconds(estimated: Estimate) -> float:
         work = estimated.work.preparation + estimated.work.remaining(task.num_steps, cfg.run.eval_every)
@@ -427,7 +426,7 @@ def preview(cfg: Recipe) -> Preview:
     if isinstance(task, PolicyTask):
         task.close()
     time_s = seconds(estimate)
-    return Preview(cfg.model.name, *sizes, *num_items, sample, task.num_steps, time_s, tokens, server, assumed, least)
+    return Preview(cfg.model.name, *sizes, sample, task.num_steps, time_s, tokens, server, assumed, least)
 
 
 def _absent_server(cfg: Recipe) -> str:
